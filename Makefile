@@ -1,0 +1,73 @@
+# Every target but `gpu` sets itself up in .venv, also on a fresh clone.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv/bin/python
+INSTALL := $(VENV) -m pip install -q --no-input --disable-pip-version-check -c constraints.txt
+ARGS ?=
+
+CPU_BENCHES := $(patsubst %,benchmarks/bench_%.py,host_path pages prefix)
+GPU_BENCHES := $(sort $(wildcard benchmarks/bench_*.py))
+
+.PHONY: help demo test check bench soak gpu docs clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+demo: .venv/runtime  ## the main job: adapters churn through a small cache (ARGS="--help" for more)
+	@$(VENV) examples/adapter_churn.py $(ARGS)
+
+test: check  ## the checks, then every test but the slow ones (ARGS="-k pages" for some)
+	@$(VENV) -m pytest $(ARGS)
+
+check: .venv/test  ## lint, format, types, architecture
+	@$(VENV) -m ruff check .
+	$(VENV) -m ruff format --check .
+	$(VENV) -m mypy
+	$(VENV) -m pytest -q tests/test_architecture.py
+
+bench: .venv/test  ## the benchmarks that need no GPU
+	@for bench in $(CPU_BENCHES); do echo "== $$bench"; $(VENV) "$$bench" $(ARGS); done
+
+soak: .venv/test  ## the slow tests, and the property tests with many examples
+	@HYPOTHESIS_PROFILE=nightly $(VENV) -m pytest -m "slow or hypothesis" $(ARGS)
+
+gpu:  ## tests and benchmarks on a GPU machine, with the Python that is there; installs nothing
+	@export PYTHONPATH=.
+	$(PYTHON) -m pytest $(ARGS)
+	for bench in $(GPU_BENCHES); do echo "== $$bench"; $(PYTHON) "$$bench"; done
+
+docs: .venv/docs  ## the documentation, into site/
+	@.venv/bin/mkdocs build --strict
+
+clean:  ## remove all that the other targets made
+	rm -rf .venv site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV):
+	@for python in $(PYTHON) python3.13 python3.12 python3.11 python3.10; do
+	  if "$$python" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+	    exec "$$python" -m venv .venv
+	  fi
+	done
+	echo "adaptercache needs Python 3.10 or later with the venv module; say PYTHON=... if yours has another name" >&2
+	exit 1
+
+# Each of these files says that its set-up is done.
+.venv/runtime: $(VENV) pyproject.toml constraints.txt
+	@echo "setting up .venv: what adaptercache needs to run"
+	$(INSTALL) -e .
+	touch $@
+
+.venv/test: .venv/runtime
+	@echo "setting up .venv: what the tests need"
+	$(INSTALL) -e '.[test]'
+	touch $@
+
+.venv/docs: $(VENV) pyproject.toml constraints.txt
+	@echo "setting up .venv: what the documentation needs"
+	$(INSTALL) 'mkdocs-material'
+	touch $@

@@ -1,0 +1,44 @@
+"""adaptercache: a tiered LoRA adapter cache and memory manager for LLM serving."""
+
+from adaptercache.base_model import BaseModel
+from adaptercache.batch import Request
+from adaptercache.cache import AdapterCache
+from adaptercache.errors import (
+    AdapterCacheError,
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterUnsupported,
+    CacheClosed,
+    CapacityError,
+    LoadFailed,
+)
+from adaptercache.identity import AdapterKey, Digest
+from adaptercache.layout import KVLayout, LoraLayout
+from adaptercache.lease import Admission, Lease
+from adaptercache.prefix import prefix_keys
+from adaptercache.stats import Stats, Tier
+from adaptercache.tiers.remote import DirectorySource, Source
+
+__all__ = [
+    "AdapterCache",
+    "AdapterCacheError",
+    "AdapterInvalid",
+    "AdapterKey",
+    "AdapterNotFound",
+    "AdapterUnsupported",
+    "Admission",
+    "BaseModel",
+    "CacheClosed",
+    "CapacityError",
+    "Digest",
+    "DirectorySource",
+    "KVLayout",
+    "Lease",
+    "LoadFailed",
+    "LoraLayout",
+    "Request",
+    "Source",
+    "Stats",
+    "Tier",
+    "prefix_keys",
+]

@@ -1,0 +1,175 @@
+"""Which adapter lies where: pages and slots on the GPU, blocks in CPU memory, bytes on disk.
+
+Tables only: the memory itself belongs to the tiers. Plain Python. Not thread-safe: the cache's
+lock guards them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from adaptercache.batch import KVRoom, Load
+from adaptercache.blocks import BlockAllocator, Run
+from adaptercache.identity import Digest
+from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
+from adaptercache.pages import Owner, PageAllocator
+from adaptercache.placement import Placement
+from adaptercache.policy import LRU, EvictionPolicy
+from adaptercache.residency import Copy, Residency
+
+__all__ = ["DiskShelf", "GpuArena", "GpuPlace", "HostArena", "HostPlace"]
+
+
+class GpuPlace(NamedTuple):
+    """Where an adapter lies on the GPU, and the largest rank of its matrices."""
+
+    slot: int
+    pages: tuple[int, ...]
+    max_rank: int
+
+
+class GpuArena(Residency[GpuPlace]):
+    """The GPU's pages, shared with the KV cache, and its slots.
+
+    Neither side can starve the other: KV never takes the last ``adapter_floor`` pages, and
+    adapters never take the last ``kv_floor``. Adapters never evict KV.
+
+    Args:
+        shape: of the arena.
+        num_slots: adapters at most.
+        adapter_floor: pages of an adapter of maximum rank at every site; None where no KV cache
+            shares the arena.
+        kv_floor: None: as many as the largest waiting request asks for.
+    """
+
+    def __init__(
+        self,
+        shape: ArenaShape,
+        num_slots: int,
+        adapter_floor: int | None,
+        kv_floor: int | None,
+        new_policy: Callable[[], EvictionPolicy[Digest]],
+    ) -> None:
+        super().__init__(new_policy)
+        self.shape = shape
+        self.pages = PageAllocator(shape.num_pages)
+        self.slots = PageAllocator(num_slots)
+        self.kv_floor = kv_floor
+        self._kv_limit = 0
+        if adapter_floor is not None:
+            self._kv_limit = max(0, shape.num_pages - adapter_floor)
+
+    @classmethod
+    def shared(
+        cls,
+        shape: ArenaShape,
+        num_slots: int,
+        layout: LoraLayout,
+        kv: KVLayout | None,
+        new_policy: Callable[[], EvictionPolicy[Digest]],
+    ) -> GpuArena:
+        """With the floors that these layouts ask for; ``kv`` None: adapters alone."""
+        if kv is None:
+            return cls(shape, num_slots, None, 0, new_policy)
+        adapter_floor = min(shape.pages_for(layout.max_elements), shape.num_pages)
+        return cls(shape, num_slots, adapter_floor, kv.floor_pages, new_policy)
+
+    def kv_room(self) -> KVRoom:
+        """What the KV cache has, could get by eviction, and may have at most."""
+        used = self.pages.count(Owner.KV)
+        return KVRoom(used, self.pages.num_free + self.idle_size, self._kv_limit)
+
+    def adapter_room(self, largest_kv_pages: int) -> int:
+        """Pages that adapters may take without eviction; negative where a floor is undercut.
+
+        ``largest_kv_pages``: what the largest waiting request asks for.
+        """
+        floor = largest_kv_pages if self.kv_floor is None else self.kv_floor
+        quota = self.shape.num_pages - min(floor, self._kv_limit)
+        return min(self.pages.num_free, quota - self.pages.count(Owner.ADAPTER))
+
+    def number(self, placement: Placement) -> tuple[Load, ...]:
+        """The slots and pages that the loads get once the evictions are done; changes nothing."""
+        if not placement.loads:
+            return ()
+        pages, slots = self.pages.preview(), self.slots.preview()
+        for digest in placement.evictions:
+            place = self[digest].place
+            pages.free(place.pages)
+            slots.free((place.slot,))
+        loads = []
+        for want in placement.loads:
+            ids, slot = pages.allocate(want.size), slots.allocate(1)
+            assert ids is not None and slot is not None, "placed within what is free"
+            loads.append(Load(want.digest, slot[0], ids, want.hint))
+        return tuple(loads)
+
+    def take(self, load: Load, max_rank: int) -> Copy[GpuPlace]:
+        """Absent → LOADING, in the slot and pages that were decided on."""
+        self.pages.take(load.pages, Owner.ADAPTER)
+        self.slots.take((load.slot,), Owner.ADAPTER)
+        place = GpuPlace(load.slot, load.pages, max_rank)
+        return self.reserve(load.digest, len(load.pages), place, prefetched=load.hint)
+
+    def drop(self, copy: Copy[GpuPlace]) -> None:
+        super().drop(copy)
+        self.pages.free(copy.place.pages, Owner.ADAPTER)
+        self.slots.free((copy.place.slot,), Owner.ADAPTER)
+
+
+@dataclass(slots=True)
+class HostPlace:
+    """Where an adapter lies in CPU memory; ``spec`` says what its vector holds, once loaded."""
+
+    runs: tuple[Run, ...]
+    spec: Any = None
+
+
+class HostArena(Residency[HostPlace]):
+    """The blocks of CPU memory. Adapters that are on the GPU too are shielded: evicted last."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        new_policy: Callable[[], EvictionPolicy[Digest]],
+    ) -> None:
+        super().__init__(new_policy)
+        self.blocks = BlockAllocator(num_blocks)
+        self.block_bytes = block_bytes
+
+    def blocks_for(self, nbytes: int) -> int:
+        """Blocks that a vector of ``nbytes`` takes."""
+        return -(-nbytes // self.block_bytes)
+
+    def take(self, digest: Digest, size: int, *, hint: bool) -> Copy[HostPlace]:
+        """Absent → LOADING, in ``size`` blocks, which must be free."""
+        runs = self.blocks.allocate(size)
+        assert runs is not None, "placed within what is free"
+        return self.reserve(digest, size, HostPlace(runs), prefetched=hint)
+
+    def drop(self, copy: Copy[HostPlace]) -> None:
+        super().drop(copy)
+        self.blocks.free(copy.place.runs)
+
+
+class DiskShelf(Residency[None]):
+    """The bytes of the disk tier: published content, and what downloads have set aside."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(LRU)
+        self.num_bytes = num_bytes
+        self.claimed = 0
+
+    def victims_for(self, nbytes: int) -> list[Digest] | None:
+        """Whose files have to go so that ``nbytes`` more fit; None while too many are read."""
+        excess = self.used + self.claimed + nbytes - self.num_bytes
+        victims: list[Digest] = []
+        for copy in self.coldest():
+            if excess <= 0:
+                break
+            victims.append(copy.digest)
+            excess -= copy.size
+        return victims if excess <= 0 else None

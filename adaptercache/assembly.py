@@ -1,0 +1,96 @@
+"""How the parts of a cache are wired together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from adaptercache.arena import DiskShelf, GpuArena, HostArena
+from adaptercache.checkpoint import ReadOptions
+from adaptercache.deciding import Deciding
+from adaptercache.fetch import Fetcher
+from adaptercache.kv import KVPages
+from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
+from adaptercache.leasing import Leasing
+from adaptercache.ledger import Ledger
+from adaptercache.lifts import Lifts
+from adaptercache.movers import Hop, Movers
+from adaptercache.policy import new_policy
+from adaptercache.prefetch import Lifter
+from adaptercache.tiers.disk import DiskTier
+from adaptercache.tiers.gpu import GpuTier
+from adaptercache.tiers.host import HostTier
+from adaptercache.tiers.remote import Source, TensorSource, open_source
+
+__all__ = ["Budgets", "Parts", "assemble"]
+
+THREADS = {Hop.FETCH: 4, Hop.READ: 2, Hop.COPY: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What each tier may take; see `AdapterCache`."""
+
+    gpu_bytes: int
+    gpu_slots: int
+    host_bytes: int
+    host_block_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A cache, taken apart. Each part knows only those above it."""
+
+    ledger: Ledger
+    deciding: Deciding
+    disk: DiskTier
+    host: HostTier
+    gpu: GpuTier
+    puts: TensorSource
+    movers: Movers
+    lifter: Lifter
+    leasing: Leasing
+    pages: KVPages
+
+
+def assemble(
+    layout: LoraLayout,
+    source: str | os.PathLike[str] | Source | None,
+    budgets: Budgets,
+    kv: KVLayout | None,
+    *,
+    policy: str,
+    disk_dir: str | os.PathLike[str] | None,
+    device: torch.device,
+    read_options: ReadOptions,
+    clock: Callable[[], float],
+) -> Parts:
+    """Build the tables, take the memory, and start the threads."""
+    shape = ArenaShape.fit(layout, kv, budgets.gpu_bytes)
+    num_blocks = budgets.host_bytes // budgets.host_block_bytes
+    ledger = Ledger(
+        GpuArena.shared(shape, budgets.gpu_slots, layout, kv, lambda: new_policy(policy)),
+        HostArena(num_blocks, budgets.host_block_bytes, lambda: new_policy(policy)),
+        DiskShelf(budgets.disk_bytes),
+        itemsize=layout.itemsize,
+        clock=clock,
+    )
+    deciding = Deciding(ledger)
+    remote = open_source(source) if source is not None else None
+    puts = TensorSource()
+    gpu = GpuTier(layout, shape, budgets.gpu_slots, device)
+    host = HostTier(num_blocks, budgets.host_block_bytes, pinned=device.type == "cuda")
+    disk = DiskTier(disk_dir)
+    fetcher = Fetcher(remote, puts, disk, layout, read_options, ledger, deciding.lock)
+    fetcher.adopt()
+    lifts = Lifts(ledger)
+    movers = Movers(deciding.lock, THREADS, ended=deciding.go_on, tell=deciding.tell)
+    lifter = Lifter(ledger, lifts, movers, fetcher, layout, disk, host, gpu)
+    deciding.advance = lifter.advance
+    leasing = Leasing(ledger, lifts, lifter, deciding)
+    pages = KVPages(lifts, ledger.gpu.pages, deciding, gpu.streams.gave_up)
+    return Parts(ledger, deciding, disk, host, gpu, puts, movers, lifter, leasing, pages)

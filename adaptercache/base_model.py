@@ -1,0 +1,277 @@
+"""The base model as a table: the path of every weight matrix, its kind and its shape.
+
+An adapter's files say nothing about the model that they belong to, so the table is what each
+tensor of an adapter is checked against. It comes from a ``config.json`` (no weights are read),
+from a live model, or from a table that was made elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+
+from adaptercache.errors import AdapterInvalid, AdapterUnsupported
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BaseModel", "BaseModule", "ModuleKind"]
+
+ModuleKind: TypeAlias = Literal["linear", "conv1d", "embedding", "parameter"]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModule:
+    """One weight of the base model.
+
+    Args:
+        kind: ``"conv1d"`` is the transposed linear layer of GPT-2; ``"parameter"`` is a bare
+            parameter, such as the stacked experts of a MoE layer.
+        shape: linear and conv1d ``(out, in)``; embedding ``(vocabulary, hidden)``; a parameter its
+            own shape.
+        is_transposed: of a parameter: its module's class says that it is ``[experts, in, out]``.
+    """
+
+    kind: ModuleKind
+    shape: tuple[int, ...]
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The weight matrices of a base model by path (``model.layers.0.self_attn.q_proj``).
+
+    Immutable, so threads may share it. A bare parameter called ``weight`` goes by its module's
+    path, any other by its own name after the module's path.
+
+    Args:
+        modules: kind and shape by path.
+        model_type: as transformers names it; "" where unknown.
+        dtype: of the weights, by torch's name (``"bfloat16"``); "" where unknown.
+    """
+
+    modules: Mapping[str, BaseModule]
+    model_type: str = ""
+    dtype: str = ""
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Mapping[str, object]]) -> BaseModel:
+        """From ``{path: {"kind": ..., "out_in" or "shape": [...], "is_transposed": ...}}``.
+
+        Raises:
+            AdapterInvalid: an entry is not of that form.
+        """
+        return cls({path: _table_entry(path, entry) for path, entry in table.items()})
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> BaseModel:
+        """From a Hugging Face ``config.json``: its content, its path, or its directory's.
+
+        Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text) and Phi-3 are built in. Any
+        other model is laid out by transformers, without memory for its weights, where transformers
+        is installed. Code that comes with a model is never run.
+
+        Raises:
+            AdapterInvalid: a field is missing or makes no sense; ``where`` names it.
+            AdapterUnsupported: the model is not built in and transformers doesn't know it.
+        """
+        content = config if isinstance(config, Mapping) else _read_config(Path(config))
+        model_type = content.get("model_type")
+        if not isinstance(model_type, str):
+            raise _broken("model_type", model_type, "a string")
+        family, head = _FAMILIES.get(model_type), _head_of(content)
+        if family is None or head is None:
+            modules = _through_transformers(content, model_type).modules
+        else:
+            modules = dict(_decoder(_Fields(content), family, head))
+        dtype = str(content.get("dtype") or content.get("torch_dtype") or "")
+        return cls(modules, model_type, dtype.removeprefix("torch."))
+
+    @classmethod
+    def from_model(cls, model: torch.nn.Module) -> BaseModel:
+        """From a live module: the plain base, before PEFT wraps it. Reads shapes, no weights."""
+        modules = {
+            path: entry
+            for prefix, module in model.named_modules()
+            for path, entry in _entries_of(prefix, module)
+        }
+        config = getattr(model, "config", None)
+        dtypes = (str(weight.dtype) for weight in model.parameters() if weight.is_floating_point())
+        return cls(
+            modules,
+            str(getattr(config, "model_type", "")),
+            next(dtypes, "").removeprefix("torch."),
+        )
+
+
+def _table_entry(path: str, entry: Mapping[str, object]) -> BaseModule:
+    kind = entry.get("kind")
+    shape = entry.get("out_in", entry.get("shape"))
+    sound = isinstance(shape, (list, tuple)) and all(type(n) is int and n > 0 for n in shape)
+    if kind not in get_args(ModuleKind) or not sound:
+        raise _broken(path, dict(entry), f"one of {get_args(ModuleKind)} and a shape")
+    return BaseModule(
+        cast(ModuleKind, kind),
+        tuple(cast("list[int]", shape)),
+        bool(entry.get("is_transposed", False)),
+    )
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _broken(str(file), error, "a config.json") from error
+    if not isinstance(content, dict):
+        raise _broken(str(file), type(content).__name__, "a JSON object")
+    return content
+
+
+def _broken(where: str, found: object, expected: str) -> AdapterInvalid:
+    return AdapterInvalid(
+        "the base model's config or table is broken", where=where, found=found, expected=expected
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What a model class assumes where its config is silent; None: the field is required."""
+
+    head_dim: int | None = None
+    defaults_to_full_heads: bool = False
+    fused: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family(defaults_to_full_heads=True),
+    "mistral": _Family(),
+    "qwen2": _Family(),
+    "qwen3": _Family(head_dim=128),
+    "gemma": _Family(head_dim=256),
+    "gemma2": _Family(head_dim=256),
+    "gemma3_text": _Family(head_dim=256),
+    "phi3": _Family(defaults_to_full_heads=True, fused=True),
+}
+
+_Head: TypeAlias = Literal["lm_head", "score", "none"]
+
+
+def _head_of(content: Mapping[str, Any]) -> _Head | None:
+    """What the architecture puts on top of the decoder; None: something that isn't built in."""
+    name = str((content.get("architectures") or ["ForCausalLM"])[0])
+    heads: dict[str, _Head] = {
+        "ForCausalLM": "lm_head",
+        "ForSequenceClassification": "score",
+        "Model": "none",
+    }
+    return next((head for ending, head in heads.items() if name.endswith(ending)), None)
+
+
+class _Fields:
+    """The numbers of a config, checked as they are read."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self._content.get(key)
+        if value is None:
+            value = default
+        if type(value) is not int or value <= 0:
+            raise _broken(key, value, "a positive integer")
+        return value
+
+    def labels(self) -> int:
+        names = self._content.get("id2label")
+        return len(names) if names else self.number("num_labels", 2)
+
+
+def _decoder(fields: _Fields, family: _Family, head: _Head) -> Iterator[tuple[str, BaseModule]]:
+    hidden, vocabulary = fields.number("hidden_size"), fields.number("vocab_size")
+    body = "" if head == "none" else "model."
+    yield f"{body}embed_tokens", BaseModule("embedding", (vocabulary, hidden))
+    layer = _decoder_layer(fields, family)
+    for index in range(fields.number("num_hidden_layers")):
+        for name, shape in layer.items():
+            yield f"{body}layers.{index}.{name}", BaseModule("linear", shape)
+    # lm_head is a module of its own even where its weight is tied to embed_tokens.
+    if head == "lm_head":
+        yield "lm_head", BaseModule("linear", (vocabulary, hidden))
+    elif head == "score":
+        yield "score", BaseModule("linear", (fields.labels(), hidden))
+
+
+def _decoder_layer(fields: _Fields, family: _Family) -> dict[str, tuple[int, int]]:
+    hidden, inner = fields.number("hidden_size"), fields.number("intermediate_size")
+    heads = fields.number("num_attention_heads")
+    kv_heads = fields.number(
+        "num_key_value_heads", heads if family.defaults_to_full_heads else None
+    )
+    head_dim = fields.number("head_dim", family.head_dim or hidden // heads)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    if family.fused:
+        return {
+            "self_attn.qkv_proj": (q + 2 * kv, hidden),
+            "self_attn.o_proj": (hidden, q),
+            "mlp.gate_up_proj": (2 * inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+    return {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def _through_transformers(content: Mapping[str, Any], model_type: str) -> BaseModel:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise AdapterUnsupported(
+            f"base model {model_type!r}",
+            where="model_type",
+            remedy="install transformers, or use BaseModel.from_model or BaseModel.from_table",
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+        build = getattr(transformers, str((content.get("architectures") or [""])[0]), None)
+        if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
+            build = transformers.AutoModelForCausalLM.from_config
+        with torch.device("meta"):
+            return BaseModel.from_model(build(config))
+    except Exception as error:  # whatever a model class raises on a config that it can't take
+        raise AdapterUnsupported(
+            f"base model {model_type!r}",
+            where="model_type",
+            remedy="transformers can't lay it out; use BaseModel.from_model or from_table",
+        ) from error
+
+
+def _entries_of(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, BaseModule]]:
+    import torch
+
+    if isinstance(module, torch.nn.Linear):
+        # Not weight.shape: a quantised layer stores its weight packed.
+        yield prefix, BaseModule("linear", (module.out_features, module.in_features))
+    elif isinstance(module, torch.nn.Embedding):
+        yield prefix, BaseModule("embedding", (module.num_embeddings, module.embedding_dim))
+    elif type(module).__name__ == "Conv1D":
+        inputs, outputs = cast(torch.Tensor, module.weight).shape
+        yield prefix, BaseModule("conv1d", (outputs, inputs))
+    else:
+        flag = bool(getattr(module, "is_transposed", False))
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2:
+                path = ".".join(part for part in (prefix, name) if part)
+                path = prefix if name == "weight" and prefix else path
+                yield path, BaseModule("parameter", tuple(parameter.shape), flag)

@@ -1,0 +1,309 @@
+"""`AdapterCache`: the façade. It owns the lock, wires the parts together, and decides nothing.
+
+Direction: cache → prefetch → movers, tiers, ledger. No part knows the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from adaptercache.assembly import Budgets, assemble
+from adaptercache.batch import Request
+from adaptercache.checkpoint import ReadOptions
+from adaptercache.errors import CacheClosed
+from adaptercache.identity import AdapterKey, Digest
+from adaptercache.kernels.segments import BASE_SLOT, LoraBatch, rank_class_of
+from adaptercache.kv import KVPages
+from adaptercache.layout import KVLayout, LoraLayout
+from adaptercache.lease import Admission, Lease
+from adaptercache.movers import Hop
+from adaptercache.sleep import fall_asleep, wake_up
+from adaptercache.snapshot import snapshot
+from adaptercache.stats import Stats, Tier
+from adaptercache.tiers.remote import Source
+
+__all__ = ["AdapterCache"]
+
+log = logging.getLogger(__name__)
+THREADS = {Hop.FETCH: 4, Hop.READ: 2, Hop.COPY: 1}
+
+
+class AdapterCache:
+    """LoRA adapters in tiers: GPU, pinned CPU memory, local disk, and a source.
+
+    Thread-safe. Nothing here waits for I/O or the GPU but `close`, `drop_gpu`, `restore`,
+    `warmup`, and what is asked of a lease or a future. Owns its threads, its memory, and the
+    files under ``disk_dir``; `close`, or a ``with`` block, gives them back.
+
+    Args:
+        layout: the sites of the base model that adapters may touch.
+        source: where adapters come from: a directory or a `Source`; None: only `put`.
+        gpu_bytes: of the arena.
+        gpu_slots: adapters on the GPU at most.
+        host_bytes: of CPU memory for adapters, page-locked where ``device`` is a GPU.
+        disk_dir: for the disk tier; one directory may serve many runs. None: a temporary one.
+        disk_bytes: its budget.
+        policy: ``"lru"`` or ``"lfu"`` (aged), for GPU and CPU memory.
+        kv: the KV cache that shares the arena; None: adapters alone.
+        device: of the arena; ``"cpu"`` runs everything without a GPU.
+        read_options: how adapters' files are read.
+        host_block_bytes: the unit of allocation in CPU memory.
+        on_evict: called with ``(tier, digest)`` after a copy was evicted.
+        on_revision: called with ``(adapter id, old digest, new digest)`` after an id has come to
+            stand for other content. Hooks run on any thread, without the lock; their exceptions
+            are logged.
+        clock: seconds, monotonic.
+
+    Raises:
+        CapacityError: a budget that holds nothing, or that the machine doesn't have.
+        AdapterUnsupported: a KV layout that adapters can't share an arena with.
+    """
+
+    def __init__(
+        self,
+        layout: LoraLayout,
+        source: str | os.PathLike[str] | Source | None = None,
+        *,
+        gpu_bytes: int,
+        host_bytes: int,
+        gpu_slots: int = 128,
+        disk_dir: str | os.PathLike[str] | None = None,
+        disk_bytes: int = 64 << 30,
+        policy: str = "lru",
+        kv: KVLayout | None = None,
+        device: str | torch.device = "cuda",
+        read_options: ReadOptions | None = None,
+        host_block_bytes: int = 2 << 20,
+        on_evict: Callable[[Tier, Digest], None] | None = None,
+        on_revision: Callable[[str, Digest, Digest], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.layout = layout
+        self._kv = kv
+        self._asleep: frozenset[str] = frozenset()
+        parts = assemble(
+            layout,
+            source,
+            Budgets(gpu_bytes, gpu_slots, host_bytes, host_block_bytes, disk_bytes),
+            kv,
+            policy=policy,
+            disk_dir=disk_dir,
+            device=torch.device(device),
+            read_options=read_options or ReadOptions(),
+            clock=clock,
+        )
+        parts.ledger.on_evict = on_evict
+        parts.lifter.on_revision = on_revision
+        self._parts = parts
+        self._ledger, self._deciding = parts.ledger, parts.deciding
+        self._gpu, self._leasing = parts.gpu, parts.leasing
+
+    # -- leases and batches
+
+    def acquire(self, adapter_id: str | None) -> Lease:
+        """Ask for an adapter. Never blocks; see `Lease` for how to wait.
+
+        None is the base model: ready, slot −1. What fails is raised by the lease.
+
+        Raises:
+            CacheClosed: nothing else.
+        """
+        return self._leasing.acquire(adapter_id)
+
+    def prefetch(self, adapter_ids: Iterable[str | None], to: Tier = Tier.GPU) -> None:
+        """Say which adapters will be wanted soon, the soonest first. Holds nothing.
+
+        A hint lapses after some seconds unless it is said again. Demand loads overtake it, and it
+        evicts nothing that anybody waits for. ``to``: GPU, HOST or DISK.
+        """
+        with self._deciding:
+            self._deciding.check_open()
+            now = self._ledger.clock()
+            for adapter_id in adapter_ids:
+                if adapter_id is not None:
+                    self._ledger.waiting.hint(adapter_id, to, now)
+
+    def admit(
+        self,
+        waiting: Iterable[Request],
+        *,
+        running: Iterable[tuple[Request, Lease]] = (),
+        max_adapters: int | None = None,
+    ) -> Admission:
+        """Decide which waiting requests join the next batch, and start loads for the others.
+
+        Args:
+            waiting: in order of arrival: all of them; who is missing is taken to be gone.
+            running: the batch as it is.
+            max_adapters: cap on the distinct adapters of the batch.
+
+        Returns:
+            See `Admission`. Every lease in it is ready and is the caller's to release.
+
+        Raises:
+            CacheClosed: nothing else.
+        """
+        return self._leasing.admit(tuple(waiting), running, max_adapters)
+
+    @contextmanager
+    def lora_batch(
+        self,
+        pairs: Iterable[tuple[Lease, int]],
+        *,
+        pad_to: int | None = None,
+        rank_to: int | None = None,
+    ) -> Iterator[LoraBatch]:
+        """The batch of one step; the step's launches are made inside the ``with`` block.
+
+        It holds every adapter that it lists until the block's end, so leases may be released
+        meanwhile.
+
+        Args:
+            pairs: ``(lease, number of tokens)`` in the order of the tokens.
+            pad_to: rows of x and y, where padded.
+            rank_to: fixes the rank class; None: the batch's own.
+
+        Raises:
+            RuntimeError: a lease that is not ready, or was released.
+            ValueError: more tokens than ``pad_to``, or ranks over ``rank_to``.
+        """
+        with self._leasing.hold(pairs) as (segments, rank):
+            if rank_to is not None and rank > rank_to:
+                raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
+            stack = self._gpu.stack
+            assert stack is not None, "what is held is on the GPU"
+            rank_class = rank_class_of(rank_to or rank)
+            with self._gpu.streams.step():
+                yield LoraBatch(stack, segments, pad_to=pad_to, rank_class=rank_class)
+
+    @property
+    def pages(self) -> KVPages:
+        """Pages for the KV manager, out of the arena that adapters share."""
+        return self._parts.pages
+
+    def kv_view(
+        self, layer: int, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The paged KV tensor of a layer, ``[pages, 2, block_size, kv_heads, head_dim]``: block
+        ``b`` is page ``b`` of `pages`.
+
+        Args:
+            shape, dtype: of one block, where the KV layout's own are not wanted; any that make up
+                the same bytes.
+
+        Raises:
+            ValueError: the bytes don't match, there is no such layer, or no KV layout was given.
+        """
+        if self._kv is None:
+            raise ValueError("no KV cache shares the arena: give AdapterCache a KVLayout")
+        return self._gpu.kv_view(self._kv, layer, shape, dtype)
+
+    # -- what adapters stand for
+
+    def refresh(self, adapter_id: str) -> Future[AdapterKey]:
+        """Look at the source again, in the background.
+
+        If the adapter changed, leases from then on get the new content and running ones keep the
+        old; if that fails, the old goes on serving. The future has the key, or the error.
+        """
+        with self._deciding:
+            self._deciding.check_open()
+            return self._parts.lifter.refresh(adapter_id)
+
+    def put(
+        self, adapter_id: str, tensors: Mapping[str, Tensor], config: Mapping[str, object]
+    ) -> Future[AdapterKey]:
+        """An adapter from memory, in PEFT's names, instead of what the source has under that id.
+
+        The tensors are copied before this returns. It stays until it is put again or removed. The
+        future is that of `refresh`.
+        """
+        self._parts.puts.put(adapter_id, tensors, config)
+        return self.refresh(adapter_id)
+
+    def remove(self, adapter_id: str) -> None:
+        """Forget all local copies, those in use once they are released.
+
+        The source may bring it back, except what was `put`: that is gone.
+        """
+        self._parts.puts.remove(adapter_id)
+        with self._deciding:
+            self._parts.lifter.remove(adapter_id)
+
+    def resident(self, tier: Tier) -> frozenset[str]:
+        """The ids of the adapters that are whole in a tier (GPU, HOST or DISK) now.
+
+        On DISK, only those that were asked for since the start.
+        """
+        with self._deciding.lock:
+            return self._ledger.resident_ids(tier)
+
+    def stats(self) -> Stats:
+        """Counters since the start, and gauges; a frozen value."""
+        with self._deciding.lock:
+            return snapshot(self._ledger, self._parts.movers)
+
+    # -- the GPU's memory
+
+    def warmup(self) -> None:
+        """Do ahead what the first step would have to wait for."""
+        assert self._gpu.stack is not None
+        LoraBatch(self._gpu.stack, [(BASE_SLOT, 1)])
+
+    def drop_gpu(self) -> None:
+        """Give the arena's memory back to the GPU, for another job on it. See `restore`.
+
+        Waits for copies that are under way.
+
+        Raises:
+            AdapterCacheError: a lease is held, or KV pages are allocated.
+        """
+        self._asleep = fall_asleep(self._parts)
+
+    def restore(self) -> None:
+        """Bring arena and adapters back, byte for byte, at new addresses. Waits for them.
+
+        CUDA graphs that read the old addresses must be captured again.
+        """
+        wake_up(self._parts, self._asleep)
+
+    # -- the end
+
+    def close(self) -> None:
+        """End running loads, fail whoever waits with CacheClosed, and free all. Idempotent.
+
+        Memory that a step still reads lives as long as its batch.
+        """
+        with self._deciding:
+            if self._deciding.closed:
+                return
+            self._deciding.closed = True
+            for grant in self._ledger.waiting.grants():
+                self._ledger.fail(grant, CacheClosed())
+            self._parts.lifter.close()
+        self._parts.movers.close()
+        self._leasing.close()
+        self._deciding.tell()
+        self._parts.disk.close()
+        self._parts.host.close()
+        self._gpu.drop()
+
+    def __enter__(self) -> AdapterCache:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,113 @@
+"""The files of an adapter's directory: which of them are read, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptercache.checkpoint.json_object import parse_object
+from adaptercache.checkpoint.options import ReadOptions
+from adaptercache.checkpoint.safetensors_file import open_safetensors
+from adaptercache.errors import AdapterInvalid, AdapterUnsupported, LoadFailed
+
+__all__ = ["read_config", "read_tensors"]
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+_LARGEST_CONFIG = 16 << 20
+
+_OTHER_LAYOUTS = {
+    "adapters.safetensors": "the layout of MLX-LM",
+    "pytorch_lora_weights.safetensors": "the layout of diffusers",
+    "adapter_model.tensors": "the layout of tensorizer",
+    "model.lora_weights.npy": "the layout of TensorRT-LLM",
+}
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The content of ``adapter_config.json``, bounded in size and depth.
+
+    Raises:
+        AdapterInvalid: it (or the directory) is missing, too large or no JSON object.
+        LoadFailed: the operating system can't read it.
+    """
+    path = directory / _CONFIG
+    with _reading(path):
+        if not directory.is_dir():
+            raise AdapterInvalid("there is no such adapter directory", where=str(directory))
+        if not path.is_file():
+            raise AdapterInvalid(
+                "the adapter has no config", where=str(directory), expected=_CONFIG
+            )
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_CONFIG + 1)
+    if len(data) > _LARGEST_CONFIG:
+        raise AdapterInvalid(
+            "the adapter's config is too large",
+            where=str(path),
+            found=f"more than {_LARGEST_CONFIG} bytes",
+        )
+    return parse_object(data, str(path))
+
+
+def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
+    """The tensors of the weights file by name: of safetensors always first, as mapped views.
+
+    Raises:
+        AdapterInvalid: there is no weights file, or it is broken.
+        AdapterUnsupported: there is only a pickle, or another tool's layout; or tokens were added.
+        LoadFailed: the operating system can't read it.
+    """
+    with _reading(directory):
+        if (directory / "new_embeddings.safetensors").exists():
+            raise AdapterUnsupported(
+                "added tokens (new_embeddings.safetensors)",
+                where=str(directory),
+                remedy="merge it into the base model",
+            )
+        if (directory / _WEIGHTS).is_file():
+            return open_safetensors(directory / _WEIGHTS)
+        for name in _PICKLES:
+            if (directory / name).is_file():
+                return _read_pickle(directory / name, options)
+        for name, layout in _OTHER_LAYOUTS.items():
+            if (directory / name).exists():
+                raise AdapterUnsupported(
+                    layout, where=str(directory / name), remedy="convert it to PEFT's layout"
+                )
+    raise AdapterInvalid("the adapter has no weights file", where=str(directory), expected=_WEIGHTS)
+
+
+def _read_pickle(path: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
+    if not options.allow_pickle:
+        raise AdapterUnsupported(
+            f"weights in a pickle ({path.name})",
+            where=str(path),
+            remedy="save it as safetensors, or read it with ReadOptions(allow_pickle=True)",
+        )
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken pickle raises whatever it likes
+        raise AdapterInvalid("the pickle can't be read", where=str(path), found=error) from error
+    sound = isinstance(tensors, dict) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        for name, tensor in tensors.items()
+    )
+    if not sound:
+        raise AdapterInvalid(
+            "the pickle holds something else", where=str(path), expected="tensors by name"
+        )
+    return dict(tensors)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LoadFailed(f"can't read {path}") from error

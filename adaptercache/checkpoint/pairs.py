@@ -1,0 +1,142 @@
+"""The A and B of each module in a file: paired up, checked by themselves, nothing left over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from adaptercache.checkpoint.features import unknown_tensor
+from adaptercache.checkpoint.names import BaseCopy, LoraName, Side, canonical, parse_name
+from adaptercache.errors import AdapterInvalid, AdapterUnsupported
+
+__all__ = ["Contents", "Pair", "check_finite", "sort_tensors"]
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """A and B as the file has them: two-dimensional, floating point and not empty.
+
+    Args:
+        module: the path that PEFT knew the module by; patterns match against it.
+        is_embedding, depth: as in `LoraName`.
+        a: ``[rank, in]``, or a stack of experts' in one axis.
+        b: ``[out, rank]``, likewise.
+        names: of the two tensors in the file.
+    """
+
+    module: str
+    is_embedding: bool
+    depth: int
+    a: torch.Tensor
+    b: torch.Tensor
+    names: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that a weights file holds.
+
+    Args:
+        pairs: its LoRA.
+        copies: its copies of base weights by their names, with their shapes.
+    """
+
+    pairs: tuple[Pair, ...]
+    copies: Mapping[str, tuple[BaseCopy, tuple[int, ...]]]
+
+
+def sort_tensors(tensors: Mapping[str, torch.Tensor]) -> Contents:
+    """Accounts for every tensor of a file.
+
+    Raises:
+        AdapterInvalid: an A or B is missing, given twice or empty.
+        AdapterUnsupported: a tensor is neither LoRA nor a copy of a base weight, or a LoRA tensor
+            has another number of dimensions or another dtype.
+    """
+    _refuse_empty(tensors)
+    copies: dict[str, tuple[BaseCopy, tuple[int, ...]]] = {}
+    sides: dict[tuple[str, bool, int], dict[Side, tuple[str, LoraName]]] = {}
+    for name in tensors:
+        match parse_name(name):
+            case None:
+                raise unknown_tensor(name)
+            case BaseCopy() as copy:
+                copies[name] = (copy, tuple(tensors[name].shape))
+            case LoraName() as parsed:
+                place = (canonical(parsed.module), parsed.is_embedding, parsed.depth)
+                found = sides.setdefault(place, {})
+                if parsed.side in found:
+                    raise AdapterInvalid(
+                        "two tensors for one matrix",
+                        where=parsed.module,
+                        found=f"{found[parsed.side][0]} and {name}",
+                        expected="one",
+                    )
+                found[parsed.side] = (name, parsed)
+    return Contents(tuple(_pair(found, tensors) for found in sides.values()), copies)
+
+
+def _refuse_empty(tensors: Mapping[str, torch.Tensor]) -> None:
+    empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
+    if empty or not tensors:
+        raise AdapterInvalid(
+            "the adapter's weights are empty",
+            where=empty[0] if empty else "the weights file",
+            found=f"{len(empty)} of {len(tensors)} tensors have no elements",
+            expected="weights",
+            remedy="usually DeepSpeed ZeRO-3 saved without gathering: gather, then save again",
+        )
+
+
+def _pair(found: Mapping[Side, tuple[str, LoraName]], tensors: Mapping[str, torch.Tensor]) -> Pair:
+    if len(found) < 2:
+        ((side, (name, parsed)),) = found.items()
+        other = "lora_B" if side == "A" else "lora_A"
+        raise AdapterInvalid(
+            f"lora_{side} without {other}", where=parsed.module, found=name, expected="both"
+        )
+    (name_a, parsed), (name_b, _) = found["A"], found["B"]
+    for name in (name_a, name_b):
+        _check(name, tensors[name])
+    return Pair(
+        parsed.module,
+        parsed.is_embedding,
+        parsed.depth,
+        tensors[name_a],
+        tensors[name_b],
+        (name_a, name_b),
+    )
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2:
+        raise AdapterUnsupported(
+            f"a LoRA tensor of {tensor.dim()} dimensions",
+            where=f"{name}: {tuple(tensor.shape)}",
+            remedy="convolutions, and experts in three dimensions, are not served: save with PEFT",
+        )
+    if tensor.dtype not in _DTYPES:
+        raise AdapterUnsupported(
+            f"LoRA tensors of {tensor.dtype}", where=name, remedy="save them as bfloat16 or float32"
+        )
+
+
+def check_finite(pair: Pair) -> None:
+    """Reads both tensors.
+
+    Raises:
+        AdapterInvalid: one of them holds NaN or infinity.
+    """
+    for name, tensor in zip(pair.names, (pair.a, pair.b), strict=True):
+        # One pass without a mask: NaN passes through both edges, and infinity is one of them.
+        if not all(bool(torch.isfinite(edge)) for edge in torch.aminmax(tensor)):
+            raise AdapterInvalid(
+                "the weights are not finite",
+                where=name,
+                found="NaN or infinity",
+                expected="numbers",
+            )

@@ -1,0 +1,215 @@
+"""The regular expressions in an adapter's config, matched in bounded time.
+
+PEFT matches each key K of ``rank_pattern`` and ``alpha_pattern`` as ``(.*\\.)?(K)$`` against a
+module's path. K comes from a stranger, and Python's ``re`` backtracks: ``(a|a)*`` takes for ever.
+So a K without groups, alternatives or counts, and with at most one ``*`` or ``+``, goes to ``re``,
+which can't go far astray on a short path; any other is matched by walking the set of positions
+that it can have reached. All of it has one budget of steps for the whole adapter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from adaptercache.errors import AdapterInvalid, AdapterUnsupported
+
+__all__ = ["LONGEST_PATH", "Pattern", "StepBudget"]
+
+LONGEST_PATH = 512
+_LONGEST_PATTERN = 1024
+_COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_ESCAPES = frozenset("dDsSwWbBAZnrtfv")
+
+
+class StepBudget:
+    """Steps that all the patterns of one adapter may take together: seconds. Not thread-safe."""
+
+    def __init__(self, steps: int = 10_000_000) -> None:
+        self._left = steps
+
+    def spend(self, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise _TooManySteps
+
+
+class _TooManySteps(Exception):
+    pass
+
+
+class Pattern:
+    """One key of ``rank_pattern`` or ``alpha_pattern``.
+
+    Args:
+        key: the regular expression as the config has it.
+        where: the name of the config's field, for errors.
+        budget: shared by the patterns of an adapter.
+
+    Raises:
+        AdapterInvalid: too long, or not a regular expression.
+        AdapterUnsupported: look-around, back-references, flags or possessive repetition.
+    """
+
+    def __init__(self, key: str, where: str, budget: StepBudget) -> None:
+        self._where = f"{where}[{key[:80]!r}]"
+        self._budget = budget
+        source = rf"(.*\.)?({key})$"
+        try:
+            if len(key) > _LONGEST_PATTERN:
+                raise ValueError(f"{len(key)} characters, more than {_LONGEST_PATTERN}")
+            self._compiled = re.compile(source)
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            raise AdapterInvalid(
+                "not a regular expression", where=self._where, found=error
+            ) from error
+        is_simple = not set(key) & set("(|{?") and key.count("*") + key.count("+") <= 1
+        self._walk = None if is_simple else _Parser(source, self._where).parse()
+
+    def matches(self, path: str) -> bool:
+        """What ``re.match(rf"(.*\\.)?({key})$", path)`` says of a path.
+
+        Raises:
+            AdapterInvalid: the budget is spent.
+        """
+        try:
+            self._budget.spend(1)
+            if self._walk is None:
+                return self._compiled.match(path) is not None
+            return bool(self._walk(path, frozenset((0,)), self._budget))
+        except _TooManySteps:
+            raise AdapterInvalid(
+                "the config's patterns take too long to match",
+                where=self._where,
+                remedy="write fewer of them, without nested repetition",
+            ) from None
+
+
+_Positions: TypeAlias = frozenset[int]
+_Walk: TypeAlias = Callable[[str, _Positions, StepBudget], _Positions]
+"""From the positions where a part may begin to all the positions where it may end."""
+
+
+def _atom(source: str) -> _Walk:
+    """One character, class or anchor: ``re`` itself says what it matches."""
+    match = re.compile(source).match
+
+    def walk(text: str, starts: _Positions, budget: StepBudget) -> _Positions:
+        budget.spend(len(starts))
+        return frozenset(found.end() for start in starts if (found := match(text, start)))
+
+    return walk
+
+
+def _sequence(parts: list[_Walk]) -> _Walk:
+    def walk(text: str, starts: _Positions, budget: StepBudget) -> _Positions:
+        for part in parts:
+            starts = part(text, starts, budget)
+        return starts
+
+    return walk
+
+
+def _choice(branches: list[_Walk]) -> _Walk:
+    def walk(text: str, starts: _Positions, budget: StepBudget) -> _Positions:
+        return frozenset().union(*(branch(text, starts, budget) for branch in branches))
+
+    return walk
+
+
+def _repeat(part: _Walk, least: int, most: int | None) -> _Walk:
+    def walk(text: str, starts: _Positions, budget: StepBudget) -> _Positions:
+        times = 0
+        while starts and times < least:
+            budget.spend(1)
+            starts, times = part(text, starts, budget), times + 1
+        reached = fresh = starts
+        while fresh and (most is None or times < most):
+            fresh = part(text, fresh, budget) - reached
+            reached, times = reached | fresh, times + 1
+        return reached
+
+    return walk
+
+
+@dataclass(slots=True)
+class _Parser:
+    """Reads an expression that ``re`` has accepted; refuses what the walk can't do."""
+
+    source: str
+    where: str
+    at: int = 0
+
+    def parse(self) -> _Walk:
+        branches = [self._parse_sequence()]
+        while self._take("|"):
+            branches.append(self._parse_sequence())
+        return branches[0] if len(branches) == 1 else _choice(branches)
+
+    def _parse_sequence(self) -> _Walk:
+        parts = []
+        while self.at < len(self.source) and self.source[self.at] not in "|)":
+            parts.append(self._parse_repeat(self._parse_atom()))
+        return _sequence(parts)
+
+    def _parse_repeat(self, part: _Walk) -> _Walk:
+        bounds: tuple[int, int | None]
+        if self._take("*"):
+            bounds = (0, None)
+        elif self._take("+"):
+            bounds = (1, None)
+        elif self._take("?"):
+            bounds = (0, 1)
+        elif (count := _COUNT.match(self.source, self.at)) and count[0] != "{}":
+            self.at = count.end()
+            least, comma, most = count.groups()
+            upper = most if comma else least
+            bounds = (int(least or 0), int(upper) if upper else None)
+        else:
+            return part
+        if self._take("+"):
+            self._refuse("possessive repetition")
+        self._take("?")  # lazy or greedy is the same to the question whether it matches
+        return _repeat(part, *bounds)
+
+    def _parse_atom(self) -> _Walk:
+        if self._take("("):
+            return self._parse_group()
+        start = self.at
+        if self._take("["):
+            self._skip_class()
+            return _atom(self.source[start : self.at])
+        if self._take("\\"):
+            escaped = self.source[self.at]
+            if escaped.isalnum() and escaped not in _ESCAPES:
+                self._refuse(f"\\{escaped}")
+            self.at += 1
+            return _atom(self.source[start : self.at])
+        self.at += 1
+        character = self.source[start]
+        return _atom(character if character in ".^$" else re.escape(character))
+
+    def _parse_group(self) -> _Walk:
+        if self._take("?") and not self._take(":"):
+            self._refuse(f"(?{self.source[self.at]}")
+        part = self.parse()
+        self._take(")")
+        return part
+
+    def _skip_class(self) -> None:
+        self._take("^")
+        self._take("]")  # first in a class, it is a member
+        while not self._take("]"):
+            self.at += 2 if self.source[self.at] == "\\" else 1
+
+    def _take(self, text: str) -> bool:
+        found = self.source.startswith(text, self.at)
+        self.at += len(text) * found
+        return found
+
+    def _refuse(self, what: str) -> None:
+        raise AdapterUnsupported(
+            f"{what} in a pattern", where=self.where, remedy="write the pattern without it"
+        )

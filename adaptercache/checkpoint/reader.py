@@ -1,0 +1,64 @@
+"""From an adapter's files to a `Checkpoint`: every tensor finds its place, or raises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptercache.base_model import BaseModel
+from adaptercache.checkpoint.config import LoraConfig
+from adaptercache.checkpoint.files import read_config, read_tensors
+from adaptercache.checkpoint.fitting import fit
+from adaptercache.checkpoint.options import DEFAULT_OPTIONS, ReadOptions
+from adaptercache.checkpoint.pairs import sort_tensors
+from adaptercache.checkpoint.weights import Checkpoint
+
+__all__ = ["checkpoint_from_tensors", "read_checkpoint"]
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str], base: BaseModel, *, options: ReadOptions = DEFAULT_OPTIONS
+) -> Checkpoint:
+    """Reads the PEFT adapter in a directory and fits it to its base model.
+
+    The whole adapter is consumed, or refused by name; nothing in it is executed. The tensors are
+    views of the mapped file (see `open_safetensors`); each is read once here, to see that it is
+    finite. May block on the file system; safe to call from several threads.
+
+    Args:
+        path: the directory of ``adapter_config.json`` and ``adapter_model.safetensors``.
+        base: the model that the adapter is for.
+        options: what is allowed, and what the files don't say.
+
+    Raises:
+        AdapterInvalid: a file is missing or broken, or doesn't fit the base.
+        AdapterUnsupported: it uses a feature that isn't served.
+        LoadFailed: the operating system can't read a file.
+    """
+    directory = Path(path)
+    config = LoraConfig.from_peft(read_config(directory), ignored_keys=options.ignored_config_keys)
+    return fit(sort_tensors(read_tensors(directory, options)), config, base, options)
+
+
+def checkpoint_from_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    base: BaseModel,
+    *,
+    options: ReadOptions = DEFAULT_OPTIONS,
+) -> Checkpoint:
+    """The same for an adapter in memory: its state dict and the content of its config.
+
+    The checkpoint shares tensors that are in CPU memory: don't write to them while it lives. Those
+    on a device are copied.
+
+    Raises:
+        AdapterInvalid, AdapterUnsupported: as `read_checkpoint`.
+    """
+    parsed = LoraConfig.from_peft(config, ignored_keys=options.ignored_config_keys)
+    on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    return fit(sort_tensors(on_cpu), parsed, base, options)

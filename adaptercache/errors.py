@@ -1,0 +1,173 @@
+"""The exceptions of adaptercache.
+
+    AdapterCacheError
+    ├── AdapterNotFound      the source has no adapter of that id
+    ├── AdapterInvalid       the adapter's files are broken, or don't fit the base model
+    ├── AdapterUnsupported   the adapter is sound, but uses a feature we don't serve
+    ├── LoadFailed           the files could not be read or moved, after retries
+    ├── CapacityError        it can never fit the memory that was configured
+    └── CacheClosed          the cache was closed
+
+"Not now" is never an exception: a deferred request and a lease that is not ready are values.
+Every error says what, where, what was found and what was expected; the failure underneath, if
+there is one, is its ``__cause__``. Errors can be copied and pickled: each waiter of one failed
+load gets its own copy, so that no traceback is shared between threads.
+"""
+
+from __future__ import annotations
+
+import copy
+
+__all__ = [
+    "AdapterCacheError",
+    "AdapterInvalid",
+    "AdapterNotFound",
+    "AdapterUnsupported",
+    "CacheClosed",
+    "CapacityError",
+    "LoadFailed",
+    "as_load_error",
+]
+
+
+class AdapterCacheError(Exception):
+    """The root. ``adapter_id`` is the adapter concerned, or None where no id is known."""
+
+    def __init__(self, what: str, *, adapter_id: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.adapter_id = adapter_id
+
+    def __str__(self) -> str:
+        details = "; ".join(self._details())
+        text = f"{self.what} ({details})" if details else self.what
+        return f"adapter {self.adapter_id!r}: {text}" if self.adapter_id is not None else text
+
+    def _details(self) -> list[str]:
+        return []
+
+    def copy_for(self, adapter_id: str | None) -> AdapterCacheError:
+        """This error again, told of ``adapter_id``: for one more waiter. Keeps the cause."""
+        again = copy.copy(self)
+        again.__cause__ = self.__cause__
+        again.adapter_id = adapter_id if adapter_id is not None else self.adapter_id
+        return again
+
+
+class AdapterNotFound(AdapterCacheError):
+    """The source has no adapter of that id (or forbids us to see it)."""
+
+
+class AdapterInvalid(AdapterCacheError):
+    """The adapter's files are broken or don't fit the base model.
+
+    Args:
+        what: one sentence.
+        where: the file, tensor, module or configuration key.
+        found: what is there.
+        expected: what should be there.
+        remedy: what the owner of the adapter can do.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        found: object = "",
+        expected: object = "",
+        remedy: str = "",
+        adapter_id: str | None = None,
+    ) -> None:
+        super().__init__(what, adapter_id=adapter_id)
+        self.where = where
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+
+    def _details(self) -> list[str]:
+        named = {
+            "where": self.where,
+            "found": self.found,
+            "expected": self.expected,
+            "remedy": self.remedy,
+        }
+        return [f"{name}: {value}" for name, value in named.items() if value != ""]
+
+
+class AdapterUnsupported(AdapterCacheError):
+    """The adapter uses a feature that adaptercache does not serve.
+
+    Args:
+        feature: its name, e.g. ``"DoRA"``.
+        where: the configuration key, tensor or module that shows it.
+        remedy: what the owner of the adapter can do.
+    """
+
+    def __init__(
+        self,
+        feature: str,
+        *,
+        where: str = "",
+        remedy: str = "",
+        adapter_id: str | None = None,
+    ) -> None:
+        super().__init__(f"unsupported: {feature}", adapter_id=adapter_id)
+        self.feature = feature
+        self.where = where
+        self.remedy = remedy
+        self.args = (feature,)
+
+    def _details(self) -> list[str]:
+        named = {"where": self.where, "remedy": self.remedy}
+        return [f"{name}: {value}" for name, value in named.items() if value]
+
+
+class LoadFailed(AdapterCacheError):
+    """Reading or moving the adapter failed after retries; the cause is ``__cause__``."""
+
+    def _details(self) -> list[str]:
+        return [f"cause: {self.__cause__!r}"] if self.__cause__ is not None else []
+
+
+def as_load_error(error: BaseException, adapter_id: str | None = None) -> AdapterCacheError:
+    """A failed load as an error of ours: its own, or LoadFailed with it as the cause."""
+    if isinstance(error, AdapterCacheError):
+        return error.copy_for(adapter_id)
+    failed = LoadFailed("loading failed", adapter_id=adapter_id)
+    failed.__cause__ = error
+    return failed
+
+
+class CapacityError(AdapterCacheError):
+    """It can never fit: a bound that was configured is smaller than this one thing.
+
+    Args:
+        needed: what it takes, in ``unit``.
+        limit: what there is at most, in ``unit``.
+        unit: ``"pages"``, ``"bytes"``, …
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        needed: int = 0,
+        limit: int = 0,
+        unit: str = "bytes",
+        adapter_id: str | None = None,
+    ) -> None:
+        super().__init__(what, adapter_id=adapter_id)
+        self.needed = needed
+        self.limit = limit
+        self.unit = unit
+
+    def _details(self) -> list[str]:
+        return [f"needed: {self.needed} {self.unit}; there are at most {self.limit}"]
+
+
+class CacheClosed(AdapterCacheError):
+    """The cache was closed, or is closing."""
+
+    def __init__(self, what: str = "the cache is closed", *, adapter_id: str | None = None) -> None:
+        super().__init__(what, adapter_id=adapter_id)

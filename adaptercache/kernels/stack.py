@@ -1,0 +1,126 @@
+"""The stacked A and B of all adapters on the GPU, as kernels read them: the arena and its tables.
+
+Nothing here knows of a cache: these are tensors at fixed addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from adaptercache.layout import ALIGN, ArenaShape, LoraLayout, align
+
+if TYPE_CHECKING:
+    from adaptercache.packing import VectorSpec
+
+__all__ = ["LoraStack"]
+
+
+class LoraStack:
+    """An arena of flat adapters and the tables that say what lies where.
+
+    Attributes:
+        arena: ``[rows, num_pages, page_elems]`` of the layout's dtype.
+        pages: ``int32 [slots, max_pages]``, the page list of each slot.
+        start: ``int32 [slots, sites]``, in units of 512 elements; −1 = absent.
+        rank: ``int32 [slots, sites]``; 0 = absent.
+        scaling: ``float32 [slots, sites]``.
+
+    The four tables are views of one ``int32 [slots, row]`` tensor, ``table``, so that a slot is
+    set by one copy of one row (see `row`). Their rows are therefore strided; the addresses never
+    change. Sites are those of the layout, in its order.
+
+    Thread-safe to read. Whoever writes the arena or the table orders that against the kernels
+    that read them.
+    """
+
+    def __init__(
+        self,
+        layout: LoraLayout,
+        shape: ArenaShape,
+        num_slots: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        dtype = getattr(torch, layout.dtype)
+        cells = (shape.rows, shape.num_pages, shape.page_elems)
+        self.layout = layout
+        self.shape = shape
+        self.num_slots = num_slots
+        self.arena = torch.empty(cells, dtype=dtype, device=device)
+        self._max_pages = shape.pages_for(layout.max_elements)
+        sites = len(layout.sites)
+        self.table = torch.zeros(
+            (num_slots, self._max_pages + 3 * sites), dtype=torch.int32, device=device
+        )
+        self.pages, self.start, self.rank, scaling = self.table.split(
+            (self._max_pages, sites, sites, sites), dim=1
+        )
+        self.scaling = scaling.view(torch.float32)
+        self.start.fill_(-1)
+        self._index = {(s.layer, s.module): i for i, s in enumerate(layout.sites)}
+
+    @property
+    def device(self) -> torch.device:
+        return self.arena.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.arena.dtype
+
+    def site(self, layer: int, module: str) -> int:
+        """The index of a site in the tables.
+
+        Raises:
+            ValueError: the layout has no such module in that layer.
+        """
+        try:
+            return self._index[layer, module]
+        except KeyError:
+            raise ValueError(
+                f"no module {module!r} in layer {layer}: the layout has layers 0 to "
+                f"{self.layout.num_layers - 1} with {', '.join(self.layout.modules)}"
+            ) from None
+
+    def row(self, spec: VectorSpec, pages: Sequence[int]) -> Tensor:
+        """The row of ``table`` for an adapter in these pages: ``int32 [row]`` in CPU memory."""
+        row = torch.zeros(self.table.shape[1], dtype=torch.int32)
+        sites = len(self.layout.sites)
+        at_pages, start, rank, scaling = row.split((self._max_pages, sites, sites, sites))
+        at_pages[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        start.copy_(torch.tensor([s // ALIGN if s >= 0 else -1 for s in spec.starts]))
+        rank.copy_(torch.tensor(spec.ranks))
+        scaling.view(torch.float32).copy_(torch.tensor(spec.scalings, dtype=torch.float32))
+        return row
+
+    def elements(self, slot: int, start: int, count: int) -> Tensor:
+        """``count`` elements of a slot's flat vector from ``start`` on, gathered from its cells."""
+        rows, elems = self.shape.rows, self.shape.page_elems
+        first, last = start // elems, (start + count - 1) // elems
+        cells = torch.arange(first, last + 1, device=self.device)
+        pages = self.pages[slot, cells // rows].long()
+        gathered = self.arena[cells % rows, pages].flatten()
+        offset = start - first * elems
+        return gathered[offset : offset + count]
+
+    def dense(self, slot: int, layer: int, module: str) -> tuple[Tensor, Tensor, float] | None:
+        """``(A [r, in], B [out, r], scaling)`` of one slot, gathered; None where absent.
+
+        For other people's kernels and for checks: on a GPU it waits for the table.
+        """
+        index = self.site(layer, module)
+        rank = int(self.rank[slot, index])
+        if rank == 0:
+            return None
+        site = self.layout.sites[index]
+        start = int(self.start[slot, index]) * ALIGN
+        a = self.elements(slot, start, rank * site.in_features)
+        start += align(rank * site.in_features)
+        b = self.elements(slot, start, rank * site.out_features)
+        return (
+            a.view(rank, site.in_features),
+            b.view(rank, site.out_features).t(),
+            float(self.scaling[slot, index]),
+        )

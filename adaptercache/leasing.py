@@ -1,0 +1,181 @@
+"""Gives leases out and takes them back: to who asks for one, to admitted requests, to batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from adaptercache.arena import GpuPlace
+from adaptercache.batch import Decision, Request, plan
+from adaptercache.deciding import Deciding
+from adaptercache.identity import Digest
+from adaptercache.kernels.segments import BASE_SLOT
+from adaptercache.lease import Admission, Lease
+from adaptercache.ledger import Ledger
+from adaptercache.lifts import Lifts
+from adaptercache.prefetch import Lifter
+from adaptercache.residency import Copy
+from adaptercache.stats import Tier
+from adaptercache.waiting import Grant
+
+__all__ = ["Leasing"]
+
+log = logging.getLogger(__name__)
+GPU = Tier.GPU.value
+
+
+class Leasing:
+    """See the module's docstring; `AdapterCache` has the contract of each verb.
+
+    Thread-safe. Owns one thread, which takes back leases that were garbage-collected.
+    """
+
+    def __init__(self, ledger: Ledger, lifts: Lifts, lifter: Lifter, deciding: Deciding) -> None:
+        self._ledger = ledger
+        self._lifts = lifts
+        self._lifter = lifter
+        self._deciding = deciding
+        self._abandoned: SimpleQueue[Grant | None] = SimpleQueue()
+        self._janitor = threading.Thread(
+            target=self._take_back_abandoned, name="adaptercache-janitor", daemon=True
+        )
+        self._janitor.start()
+
+    def acquire(self, adapter_id: str | None) -> Lease:
+        if adapter_id is None:
+            return Lease(None, None, None)
+        ledger = self._ledger
+        grant = Grant(adapter_id, ledger.clock(), GPU)
+        with self._deciding.lock:  # a hit changes nothing that anybody waits for
+            self._deciding.check_open()
+            if ledger.lease(grant):
+                ledger.counters.requests[GPU, "hit"] += 1
+                return Lease(adapter_id, grant, self)
+        return self._acquire_later(grant)
+
+    def _acquire_later(self, grant: Grant) -> Lease:
+        lease = Lease.pending(grant.adapter_id, grant, self)
+        with self._deciding:
+            self._deciding.check_open()
+            error = self._ledger.standing(grant.adapter_id).error
+            if error is not None:
+                self._ledger.fail(grant, error)
+            else:
+                grant.found = self._ledger.found_in(grant.adapter_id)
+                self._ledger.waiting.join(grant)
+                self._ledger.settle(grant.adapter_id)
+        return lease
+
+    def admit(
+        self,
+        waiting: Sequence[Request],
+        running: Iterable[tuple[Request, Lease]],
+        max_adapters: int | None,
+    ) -> Admission:
+        digests = {lease.digest for _, lease in running}
+        with self._deciding.lock:
+            self._deciding.check_open()
+            decision = plan(
+                waiting,
+                self._lifts,
+                running={digest for digest in digests if digest is not None},
+                max_adapters=max_adapters,
+            )
+            admitted = [self._admitted(*pair) for pair in decision.admitted]
+            self._lifts.apply(decision)
+            self._lifter.copy(decision.loads)
+            self._note_waiting(decision)
+            self._lifter.lift_to_host()
+        self._deciding.tell()
+        return Admission(
+            admitted,
+            list(decision.deferred),
+            dict(decision.reasons),
+            list(decision.failed),
+            decision.pages_wanted,
+        )
+
+    def _admitted(self, request: Request, digest: Digest | None) -> tuple[Request, Lease]:
+        if request.adapter_id is None:
+            return request, Lease(None, None, None)
+        ledger = self._ledger
+        now = ledger.clock()
+        wanted = ledger.waiting.wanted(request.adapter_id)
+        found = GPU if wanted is None else wanted.found
+        ledger.counters.requests[found, "hit" if found == GPU else "miss"] += 1
+        if wanted is not None:
+            ledger.counters.ready_took(found, now - wanted.since)
+        grant = Grant(request.adapter_id, now, found)
+        is_served = ledger.lease(grant)
+        assert is_served and grant.digest == digest, "planned on this very state"
+        return request, Lease(request.adapter_id, grant, self)
+
+    def _note_waiting(self, decision: Decision) -> None:
+        ledger = self._ledger
+        now = ledger.clock()
+        ledger.waiting.replace_requests(
+            dict.fromkeys(r.adapter_id for r in decision.deferred if r.adapter_id is not None),
+            max((request.kv_pages for request in decision.deferred), default=0),
+            lambda adapter_id: (now, ledger.found_in(adapter_id)),
+        )
+        ledger.waiting.starved = True  # perhaps: the next that frees room finds out
+        ledger.counters.deferred.update(Counter(decision.reasons.values()))
+        if decision.failed:
+            ledger.counters.requests["none", "failed"] += len(decision.failed)
+
+    @contextmanager
+    def hold(
+        self, pairs: Iterable[tuple[Lease, int]]
+    ) -> Iterator[tuple[list[tuple[int, int]], int]]:
+        """Hold the adapters of a batch once more, whatever becomes of their leases.
+
+        Yields ``(segments, largest rank)``, where a segment is ``(slot, number of tokens)``.
+        """
+        segments: list[tuple[int, int]] = []
+        copies: dict[Digest, Copy[GpuPlace]] = {}
+        gpu = self._ledger.gpu
+        with self._deciding.lock:
+            self._deciding.check_open()
+            for lease, tokens in pairs:
+                grant = lease.served()
+                if grant is None:
+                    segments.append((BASE_SLOT, tokens))
+                    continue
+                segments.append((grant.slot, tokens))
+                if grant.digest not in copies:
+                    copies[grant.digest] = gpu[grant.digest]
+            for copy in copies.values():
+                gpu.lease(copy)
+        try:
+            yield segments, max((copy.place.max_rank for copy in copies.values()), default=0)
+        finally:
+            with self._deciding.freeing():
+                for copy in copies.values():
+                    self._ledger.unhold(Tier.GPU, copy.digest)
+
+    def take_back(self, grant: Grant) -> None:
+        """A lease is released; whoever waits for room may get it now."""
+        with self._deciding.lock:
+            self._ledger.release(grant)
+            if not self._ledger.waiting.needs_room and not self._ledger.outbox:
+                return
+        with self._deciding.freeing():
+            pass
+
+    def abandon(self, grant: Grant) -> None:
+        """A lease was garbage-collected. Takes no lock, so a finalizer may call it anywhere."""
+        self._abandoned.put(grant)
+
+    def _take_back_abandoned(self) -> None:
+        while (grant := self._abandoned.get()) is not None:
+            log.warning("a lease was dropped unreleased", extra={"adapter_id": grant.adapter_id})
+            self.take_back(grant)
+
+    def close(self) -> None:
+        """Stop the thread. Without the lock."""
+        self._abandoned.put(None)
+        self._janitor.join()

@@ -1,0 +1,301 @@
+"""Who is where, who holds it, who waits for it: all that the cache's lock guards.
+
+The ledger decides what moves up and what goes; it moves nothing itself. Its methods take
+microseconds, and none does I/O, waits, or calls a user's code: what has to be told to the world
+outside is put on `outbox`, for the caller to run once the lock is released.
+
+Plain Python; the clock is passed in. Not thread-safe: the cache's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+from adaptercache.arena import DiskShelf, GpuArena, HostArena
+from adaptercache.batch import Standing
+from adaptercache.catalog import Catalog, Failures, Known
+from adaptercache.errors import AdapterCacheError, CapacityError
+from adaptercache.identity import AdapterKey, Digest
+from adaptercache.pages import Owner
+from adaptercache.placement import Placement
+from adaptercache.residency import Copy, Residency, State
+from adaptercache.stats import Counters, Tier
+from adaptercache.waiting import Grant, WaitingList
+
+__all__ = ["Ledger"]
+
+PlaceT = TypeVar("PlaceT")
+NOTHING = Placement((), (), frozenset(), 0)
+
+
+class Ledger:
+    """See the module's docstring.
+
+    Args:
+        gpu, host, disk: the tables of the tiers.
+        itemsize: bytes an element of a flat vector.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        gpu: GpuArena,
+        host: HostArena,
+        disk: DiskShelf,
+        *,
+        itemsize: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.gpu = gpu
+        self.host = host
+        self.disk = disk
+        self._tiers: dict[Tier, Residency[Any]]
+        self._tiers = {Tier.GPU: gpu, Tier.HOST: host, Tier.DISK: disk}
+        self.clock = clock
+        self.catalog = Catalog()
+        self.failures = Failures()
+        self.waiting = WaitingList()
+        self.counters = Counters()
+        self.gpu_up = True
+        self.outbox: list[Callable[[], None]] = []
+        self.on_evict: Callable[[Tier, Digest], None] | None = None
+        self.itemsize = itemsize
+
+    # -- what is known
+
+    def standing(self, adapter_id: str) -> Standing:
+        """How an adapter id stands: ready on the GPU, failed a short while ago, or neither."""
+        known = self.catalog.get(adapter_id)
+        digest = known.digest if known is not None else None
+        if digest is not None and (copy := self.gpu.get(digest)) is not None:
+            return Standing(digest, ready=self.gpu_up and copy.state is State.RESIDENT)
+        return Standing(digest, error=self.failures.get(adapter_id, self.clock()))
+
+    def found_in(self, adapter_id: str) -> str:
+        """The top tier that has it whole, for the metrics."""
+        known = self.catalog.get(adapter_id)
+        if known is not None:
+            for tier, residency in self._tiers.items():
+                if residency.resident(known.digest) is not None:
+                    return tier.value
+        return Tier.REMOTE.value
+
+    def learn(self, key: AdapterKey, digest: Digest, elements: int) -> Digest | None:
+        """An id stands for this content from now on; what nobody names any more goes.
+
+        Returns:
+            The content that nobody names any more, if that came of it.
+
+        Raises:
+            CapacityError: it can never fit; the id stands for what it stood for before.
+        """
+        pages, most = self.gpu.shape.pages_for(elements), self.gpu.shape.num_pages
+        most -= self.gpu.kv_floor or 0
+        if pages > most:
+            raise CapacityError("gpu_bytes can't hold it", needed=pages, limit=most, unit="pages")
+        size, limit = elements * self.itemsize, self.host.blocks.num_blocks * self.host.block_bytes
+        if self.host.blocks_for(size) > self.host.blocks.num_blocks:
+            raise CapacityError("host_bytes can't hold it", needed=size, limit=limit)
+        orphan = self.catalog.learn(key.adapter_id, Known(key.revision, digest, elements))
+        self.failures.clear(key.adapter_id)
+        self._doom(digest, False)
+        if orphan is not None:
+            self._doom(orphan, True)
+        self.settle(key.adapter_id)
+        return orphan
+
+    def forget(self, adapter_id: str) -> Digest | None:
+        """An id stands for nothing from now on. Returns what `learn` returns."""
+        self.failures.clear(adapter_id)
+        orphan = self.catalog.forget(adapter_id)
+        if orphan is not None:
+            self._doom(orphan, True)
+        return orphan
+
+    def lacks(self, adapter_id: str) -> bool:
+        """Whether no local tier has it, not even in part, and it may be fetched."""
+        known = self.catalog.get(adapter_id)
+        if known is not None:
+            digest = known.digest
+            if self.gpu.get(digest) or self.host.get(digest) or self.disk.get(digest):
+                return False
+        return self.failures.get(adapter_id, self.clock()) is None
+
+    def retire(self, digest: Digest) -> None:
+        """Content that came too late: drop it, unless an id stands for it."""
+        if not self.catalog.is_named(digest):
+            self._doom(digest, True)
+
+    def _doom(self, digest: Digest, doomed: bool) -> None:
+        """Mark the copies of what nobody names any more. Idle ones in the arenas go at once,
+        held ones at their release; the files on disk are for a mover to delete."""
+        for residency in self._tiers.values():
+            if (copy := residency.get(digest)) is not None:
+                copy.doomed = doomed
+        self._sweep(self.gpu.get(digest), Tier.GPU)
+        self._sweep(self.host.get(digest), Tier.HOST)
+
+    def _sweep(self, copy: Copy[Any] | None, tier: Tier) -> None:
+        if copy is not None and copy.doomed and copy.idle:
+            self.evict(tier, copy.digest, "superseded")
+
+    def resident_ids(self, tier: Tier) -> frozenset[str]:
+        """The ids whose content is whole in a tier."""
+        copies = [copy for copy in self._tiers[tier] if copy.state is State.RESIDENT]
+        return frozenset(chain.from_iterable(self.catalog.ids_of(copy.digest) for copy in copies))
+
+    # -- leases
+
+    def lease(self, grant: Grant) -> bool:
+        """Serve a lease if its adapter is on the GPU."""
+        known = self.catalog.get(grant.adapter_id)
+        copy = self.gpu.resident(known.digest) if known is not None else None
+        if known is None or copy is None or not self.gpu_up:
+            return False
+        self.gpu.lease(copy)
+        self.waiting.used(grant.adapter_id)
+        grant.key = AdapterKey(grant.adapter_id, known.revision)
+        grant.digest = known.digest
+        grant.slot = copy.place.slot
+        return True
+
+    def fail(self, grant: Grant, error: AdapterCacheError) -> None:
+        """A lease gets an error of its own."""
+        grant.error = error.copy_for(grant.adapter_id)
+        self.counters.requests["none", "failed"] += 1
+        self._settled(grant)
+
+    def settle(self, adapter_id: str) -> None:
+        """Serve the pending leases on an adapter if they can be served."""
+        for grant in self.waiting.grants(adapter_id):
+            if self.lease(grant):
+                self.counters.requests[grant.found, "miss"] += 1
+                self.counters.ready_took(grant.found, self.clock() - grant.since)
+                self._settled(grant)
+
+    def _settled(self, grant: Grant) -> None:
+        self.waiting.leave(grant)
+        if grant.settled is not None:
+            self.outbox.append(grant.settled)
+
+    def release(self, grant: Grant) -> None:
+        """A lease is given back, in whatever state it is. Idempotent."""
+        if grant.released:
+            return
+        grant.released = True
+        self.waiting.leave(grant)
+        if grant.digest:
+            self.unhold(Tier.GPU, grant.digest)
+
+    def unhold(self, tier: Tier, digest: Digest) -> None:
+        """A lease, a batch or a load lets a copy go."""
+        residency = self._tiers[tier]
+        copy = residency[digest]
+        residency.release(copy)
+        if tier is not Tier.DISK:
+            self._sweep(copy, tier)
+
+    # -- what has moved
+
+    def gpu_loaded(self, digest: Digest) -> None:
+        """The copy to the GPU is whole."""
+        copy = self.gpu[digest]
+        self.gpu.loaded(copy)
+        self.host.shield(digest, True)
+        self.unhold(Tier.HOST, digest)
+        for adapter_id in self.catalog.ids_of(digest):
+            self.settle(adapter_id)
+        self._sweep(copy, Tier.GPU)
+
+    def gpu_failed(self, digest: Digest) -> None:
+        """The copy to the GPU failed: its pages are free."""
+        self.gpu.drop(self.gpu[digest])
+        self.unhold(Tier.HOST, digest)
+
+    def host_loaded(self, digest: Digest, spec: object) -> None:
+        """The adapter is whole in CPU memory; ``spec`` says what its vector holds."""
+        copy = self.host[digest]
+        copy.place.spec = spec
+        self.host.loaded(copy)
+        self.unhold(Tier.DISK, digest)
+        self._sweep(copy, Tier.HOST)
+
+    def host_failed(self, digest: Digest) -> None:
+        """Reading it failed: its blocks are free."""
+        self.host.drop(self.host[digest])
+        self.unhold(Tier.DISK, digest)
+
+    def load_failed(self, adapter_ids: Iterable[str], error: AdapterCacheError) -> None:
+        """Remember a failure for these ids, and fail the leases that wait for them."""
+        now = self.clock()
+        self.counters.errors[type(error).__name__] += 1
+        for adapter_id in adapter_ids:
+            self.failures.add(adapter_id, error, now)
+            for grant in self.waiting.grants(adapter_id):
+                self.fail(grant, error)
+
+    def claim_disk(self, nbytes: int) -> list[Digest] | None:
+        """Set bytes of the disk tier aside for a download.
+
+        Returns:
+            The copies whose files are to be deleted for it; None while there is no room, because
+            what could go is being read.
+
+        Raises:
+            CapacityError: it can never fit.
+        """
+        limit = self.disk.num_bytes
+        if nbytes > limit:
+            raise CapacityError("disk_bytes can't hold it", needed=nbytes, limit=limit)
+        victims = self.disk.victims_for(nbytes)
+        if victims is not None:
+            self.disk.claimed += nbytes
+            for digest in victims:
+                self.evict(Tier.DISK, digest, "room")
+        return victims
+
+    def published(self, digest: Digest, nbytes: int) -> None:
+        """Content is on disk, whole, in files of ``nbytes``."""
+        if self.disk.get(digest) is None:
+            self.disk.loaded(self.disk.reserve(digest, nbytes, None))
+
+    # -- what goes
+
+    def put_gpu_to_sleep(self) -> frozenset[str]:
+        """Nothing is leased and nothing goes up until ``gpu_up`` is set again.
+
+        Returns:
+            The ids that are there.
+
+        Raises:
+            AdapterCacheError: something is held; nothing has changed.
+        """
+        leased = sum(1 for copy in self.gpu if copy.leases)
+        kv_pages = self.gpu.pages.count(Owner.KV)
+        if leased or kv_pages:
+            raise AdapterCacheError(
+                f"the GPU is in use: {leased} adapters are leased, {kv_pages} KV pages allocated"
+            )
+        self.gpu_up = False
+        return self.resident_ids(Tier.GPU)
+
+    def clear_gpu(self) -> bool:
+        """Forget what is on the GPU; False while a load is still on its way there."""
+        for copy in list(self.gpu.coldest()):
+            self.evict(Tier.GPU, copy.digest, "dropped")
+        return len(self.gpu) == 0
+
+    def evict(self, tier: Tier, digest: Digest, reason: str) -> None:
+        """Forget an idle copy."""
+        residency = self._tiers[tier]
+        copy = residency[digest]
+        residency.drop(copy)
+        if tier is Tier.GPU:
+            self.host.shield(digest, False)
+        self.counters.evictions[tier, reason] += 1
+        self.counters.prefetch_wasted += copy.prefetched
+        if self.on_evict is not None:
+            self.outbox.append(partial(self.on_evict, tier, digest))

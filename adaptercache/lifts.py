@@ -1,0 +1,151 @@
+"""Which adapters go up a tier next, and what makes room for them.
+
+Reads the ledger and everyone who waits, in order of arrival. What the GPU takes up is decided on
+apart from its being done (`place_on_gpu`, then `apply`), so that a step's whole `Decision` can be
+logged, replayed, or applied by other ranks.
+
+Plain Python. Not thread-safe: the cache's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from adaptercache.arena import HostPlace
+from adaptercache.batch import Decision, KVRoom, Load, Standing
+from adaptercache.catalog import Known
+from adaptercache.identity import Digest
+from adaptercache.ledger import Ledger
+from adaptercache.pages import Owner
+from adaptercache.placement import Placement, Want, place
+from adaptercache.residency import Copy
+from adaptercache.stats import Tier
+
+__all__ = ["Lifts"]
+
+NOTHING = Placement((), (), frozenset(), 0)
+
+
+class Lifts:
+    """What moves up next. It is the `batch.State` that `plan` reads."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def standing(self, adapter_id: str) -> Standing:
+        return self._ledger.standing(adapter_id)
+
+    def kv_room(self) -> KVRoom:
+        return self._ledger.gpu.kv_room()
+
+    def idle_pages(self, digest: Digest) -> int:
+        copy = self._ledger.gpu.get(digest)
+        return copy.size if copy is not None and copy.idle else 0
+
+    def number(self, placement: Placement) -> tuple[Load, ...]:
+        return self._ledger.gpu.number(placement)
+
+    def place_on_gpu(
+        self,
+        admitted: Collection[Digest] = (),
+        waiting: Sequence[str] | None = None,
+        kv_promised: int = 0,
+    ) -> Placement:
+        """Which adapters are copied to the GPU next; only reads.
+
+        Args:
+            admitted: adapters about to be leased: not to be evicted.
+            waiting: the adapters of the requests that go on waiting; None: of the last `admit`.
+            kv_promised: pages that admitted requests are about to take.
+        """
+        ledger, gpu = self._ledger, self._ledger.gpu
+        line = self._line(Tier.GPU, waiting)
+        cold = [known for known, _ in line if gpu.get(known.digest) is None]
+        if not cold or not ledger.gpu_up:
+            return NOTHING
+        free = gpu.adapter_room(ledger.waiting.kv_pages) - kv_promised
+        if not gpu.num_idle and (free < 1 or not gpu.slots.num_free):  # full of what is in use
+            short = gpu.shape.pages_for(cold[0].elements) - free if free < 1 else 0
+            return Placement((), (), frozenset(known.digest for known in cold), max(0, short))
+        wants = [Want(digest, 0, False) for digest in admitted]
+        for known, hint in line:
+            ready = ledger.host.resident(known.digest) is not None
+            pages = gpu.shape.pages_for(known.elements)
+            wants.append(Want(known.digest, pages, ready, hint))
+        return place(wants, gpu, free=free, free_slots=gpu.slots.num_free)
+
+    def apply(self, decision: Decision) -> None:
+        """Carry out evictions and loads: the pages are the new adapters' from now on.
+
+        The copy in HOST that a load reads is held until the load has ended.
+        """
+        ledger = self._ledger
+        for digest in decision.evictions:
+            ledger.evict(Tier.GPU, digest, "room")
+        for load in decision.loads:
+            below = ledger.host[load.digest]
+            ledger.host.lease(below)
+            ledger.gpu.take(load, below.place.spec.max_rank)
+
+    def take_host_loads(self) -> list[Copy[HostPlace]]:
+        """Decide which adapters are read into CPU memory next, and reserve their blocks.
+
+        The copy on DISK that a load reads is held until the load has ended.
+        """
+        ledger, gpu, host = self._ledger, self._ledger.gpu, self._ledger.host
+        line = [pair for pair in self._line(Tier.HOST) if gpu.get(pair[0].digest) is None]
+        if all(host.get(known.digest) is not None for known, _ in line):
+            return []
+        wants = []
+        for known, hint in line:
+            ready = ledger.disk.resident(known.digest) is not None
+            blocks = host.blocks_for(known.elements * ledger.itemsize)
+            wants.append(Want(known.digest, blocks, ready, hint))
+        placement = place(wants, host, free=host.blocks.num_free)
+        for digest in placement.evictions:
+            ledger.evict(Tier.HOST, digest, "room")
+        copies = []
+        for want in placement.loads:
+            ledger.disk.lease(ledger.disk[want.digest])
+            copies.append(host.take(want.digest, want.size, hint=want.hint))
+        return copies
+
+    def absent(self) -> list[tuple[str, bool]]:
+        """The ids that somebody waits for and no local tier has; for each, whether it is only
+        hinted at."""
+        ledger = self._ledger
+        line = dict.fromkeys((key for key, _ in ledger.waiting.hints(ledger.clock())), True)
+        line |= dict.fromkeys(ledger.waiting.order(), False)
+        return [(adapter_id, hint) for adapter_id, hint in line.items() if ledger.lacks(adapter_id)]
+
+    def allocate_kv(self, n: int) -> tuple[int, ...] | None:
+        """Pages for the KV cache, evicting cold adapters; None where there are not enough.
+
+        Adapters that somebody waits for go last.
+        """
+        ledger, gpu = self._ledger, self._ledger.gpu
+        room = gpu.kv_room()
+        if n > min(room.limit - room.used, room.reclaimable):
+            return None
+        if n > gpu.pages.num_free:
+            wanted = {known.digest for known, _ in self._line(Tier.GPU)}
+            for copy in sorted(gpu.coldest(), key=lambda copy: copy.digest in wanted):
+                if n <= gpu.pages.num_free:
+                    break
+                ledger.evict(Tier.GPU, copy.digest, "kv")
+        return gpu.pages.allocate(n, Owner.KV)
+
+    def _line(self, tier: Tier, waiting: Sequence[str] | None = None) -> list[tuple[Known, bool]]:
+        """The distinct contents that are wanted in ``tier``, in order of arrival, hints last; for
+        each, whether it is only a hint."""
+        ledger = self._ledger
+        line: dict[Digest, tuple[Known, bool]] = {}
+        for adapter_id in ledger.waiting.order(waiting):
+            known = ledger.catalog.get(adapter_id)
+            if known is not None:
+                line.setdefault(known.digest, (known, False))
+        for adapter_id, to in ledger.waiting.hints(ledger.clock()):
+            known = ledger.catalog.get(adapter_id)
+            if known is not None and (to is Tier.GPU or to is tier):
+                line.setdefault(known.digest, (known, True))
+        return list(line.values())

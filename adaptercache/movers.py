@@ -1,0 +1,177 @@
+"""The threads that move bytes, and their queues: single flight, demand before hint.
+
+A job is named by its hop and a key. While a job of that name is queued or running, a second one
+is not started; whoever wants the same waits for the first. A hint that turns into a demand moves
+to the front queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from adaptercache.errors import CacheClosed
+from adaptercache.stats import Tier
+
+__all__ = ["Hop", "Job", "Movers"]
+
+log = logging.getLogger(__name__)
+
+
+class Hop(Enum):
+    """One step up, and how many threads take it."""
+
+    FETCH = (Tier.REMOTE, Tier.DISK)
+    READ = (Tier.DISK, Tier.HOST)
+    COPY = (Tier.HOST, Tier.GPU)
+
+    @property
+    def label(self) -> str:
+        """``"disk->host"``: for metrics."""
+        return f"{self.value[0].value}->{self.value[1].value}"
+
+
+@dataclass(eq=False)
+class Job:
+    """Something to move.
+
+    ``work`` runs on a mover, without the lock. Then one of ``done(result, seconds)`` and
+    ``failed(error, seconds)`` runs with the lock held; they decide, and don't block.
+    """
+
+    hop: Hop
+    key: Hashable
+    work: Callable[[], Any]
+    done: Callable[[Any, float], None]
+    failed: Callable[[BaseException, float], None]
+    demand: bool = True
+    started: bool = False
+
+
+class Movers:
+    """Threads for each hop. Takes and frees nothing itself: jobs do.
+
+    Args:
+        lock: the cache's. `submit` and the gauges are called with it held.
+        threads: how many for each hop.
+        ended: called after each job with the lock held, to decide what comes next.
+        tell: called after that, without the lock.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        threads: Mapping[Hop, int],
+        *,
+        ended: Callable[[], None],
+        tell: Callable[[], None],
+    ) -> None:
+        self._wake = {hop: threading.Condition(lock) for hop in Hop}
+        self._ended, self._tell = ended, tell
+        self._jobs: dict[tuple[Hop, Hashable], Job] = {}
+        self._demands: dict[Hop, deque[Job]] = {hop: deque() for hop in Hop}
+        self._hints: dict[Hop, deque[Job]] = {hop: deque() for hop in Hop}
+        self._num_queued = dict.fromkeys(Hop, 0)
+        self._closing = False
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(hop,), name=f"adaptercache-{hop.label}-{n}", daemon=True
+            )
+            for hop, count in threads.items()
+            for n in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. None of its name may be under way (see `join`)."""
+        assert (job.hop, job.key) not in self._jobs, "single flight"
+        if self._closing:
+            job.failed(CacheClosed(), 0.0)
+            return
+        self._jobs[job.hop, job.key] = job
+        self._num_queued[job.hop] += 1
+        (self._demands if job.demand else self._hints)[job.hop].append(job)
+        self._wake[job.hop].notify()
+
+    def join(self, hop: Hop, key: Hashable, *, demand: bool) -> bool:
+        """Whether a job of that name is queued or runs; with ``demand``, it isn't a hint now."""
+        job = self._jobs.get((hop, key))
+        if job is not None and demand and not job.demand:
+            job.demand = True
+            if not job.started:
+                self._demands[hop].append(job)
+        return job is not None
+
+    def queued(self, hop: Hop) -> int:
+        """Jobs that wait for a thread."""
+        return self._num_queued[hop]
+
+    @property
+    def running(self) -> int:
+        """Jobs that a thread is on."""
+        return len(self._jobs) - sum(self._num_queued.values())
+
+    def close(self) -> None:
+        """Fail what is queued, let running jobs end, and stop the threads. Without the lock."""
+        with self._wake[Hop.FETCH]:
+            self._closing = True
+            for job in [job for job in self._jobs.values() if not job.started]:
+                self._begin(job)
+                del self._jobs[job.hop, job.key]
+                job.failed(CacheClosed(), 0.0)
+            for wake in self._wake.values():
+                wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _begin(self, job: Job) -> None:
+        job.started = True
+        self._num_queued[job.hop] -= 1
+
+    def _run(self, hop: Hop) -> None:
+        wake = self._wake[hop]
+        while True:
+            with wake:
+                while (job := self._next(hop)) is None:
+                    if self._closing:
+                        return
+                    wake.wait()
+                self._begin(job)
+            self._do(job)
+            del job
+            self._tell()
+
+    def _next(self, hop: Hop) -> Job | None:
+        for queue in (self._demands[hop], self._hints[hop]):
+            while queue:
+                job = queue.popleft()
+                # One that was raised stands in both queues; one that was dropped in none's name.
+                if not job.started and self._jobs.get((hop, job.key)) is job:
+                    return job
+        return None
+
+    def _do(self, job: Job) -> None:
+        start = time.monotonic()
+        result, error = None, None
+        try:
+            result = job.work()
+        except BaseException as caught:  # whatever it is, those who wait must be told
+            error = caught
+        seconds = time.monotonic() - start
+        with self._wake[job.hop]:
+            del self._jobs[job.hop, job.key]
+            try:
+                if error is None:
+                    job.done(result, seconds)
+                else:
+                    job.failed(error, seconds)
+                self._ended()
+            except BaseException:  # a defect of ours; the thread must live on
+                log.exception("deciding after a load failed", extra={"hop": job.hop.label})

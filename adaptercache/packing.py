@@ -1,0 +1,213 @@
+"""An adapter as the one flat vector of a layout, and the file that holds it.
+
+Reading PEFT's files, checking, casting and packing happen once for an adapter and a layout. The
+result is the packed file: a valid safetensors file of one tensor, ``vector``, whose metadata say
+which content and which layout it is of, and each site's rank and scaling. Every later load is a
+plain read of its bytes. Scaling is never folded into the weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adaptercache.checkpoint import Checkpoint, LoraWeights
+from adaptercache.errors import AdapterInvalid, AdapterUnsupported
+from adaptercache.identity import Digest
+from adaptercache.layout import LoraLayout, align
+
+__all__ = ["PackedFile", "VectorSpec", "pack", "read_packed_header", "spec_of", "write_packed"]
+
+_FORMAT = "adaptercache packed v1"
+_HEADER_STEP = 4096  # the vector begins at a multiple of it, so that direct I/O is possible
+_MAX_HEADER = 64 << 20
+_SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class VectorSpec:
+    """What a flat vector holds: for each site of its layout the rank (0 = absent) and scaling.
+
+    ``starts`` (elements, −1 = absent) and ``elements`` (the vector's length) follow from the
+    layout.
+    """
+
+    ranks: tuple[int, ...]
+    scalings: tuple[float, ...]
+    starts: tuple[int, ...]
+    elements: int
+
+    @classmethod
+    def of(cls, layout: LoraLayout, ranks: Sequence[int], scalings: Sequence[float]) -> VectorSpec:
+        starts, elements = layout.starts(ranks)
+        return cls(tuple(ranks), tuple(scalings), tuple(starts), elements)
+
+    @cached_property
+    def max_rank(self) -> int:
+        """The largest rank of a site."""
+        return max(self.ranks)
+
+
+def spec_of(checkpoint: Checkpoint, layout: LoraLayout) -> VectorSpec:
+    """Where each matrix of an adapter goes.
+
+    Raises:
+        AdapterUnsupported: it has LoRA where the layout has no site, or a rank over the maximum.
+    """
+    ranks, scalings = [0] * len(layout.sites), [0.0] * len(layout.sites)
+    for path, weights in checkpoint.modules.items():
+        index = layout.site_of.get(path)
+        if index is None or not isinstance(weights, LoraWeights):
+            raise AdapterUnsupported(
+                f"LoRA on {path}",
+                where=path,
+                remedy=f"this cache serves {', '.join(layout.modules)} of the decoder's layers; "
+                "train without it, or merge it into the base model",
+            )
+        if weights.rank > layout.max_rank:
+            raise AdapterUnsupported(
+                f"rank {weights.rank} over the maximum of {layout.max_rank}",
+                where=path,
+                remedy="raise LoraLayout's max_rank",
+            )
+        ranks[index], scalings[index] = weights.rank, weights.scaling
+    return VectorSpec.of(layout, ranks, scalings)
+
+
+def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor]:
+    """The flat vector of an adapter.
+
+    Returns:
+        Its spec, and a CPU tensor ``[elements]`` of the layout's dtype. Gaps between matrices are
+        zero. Each weight is cast once, to nearest.
+
+    Raises:
+        AdapterUnsupported: as `spec_of`.
+        AdapterInvalid: a weight is too large for the layout's dtype.
+    """
+    spec = spec_of(checkpoint, layout)
+    dtype = getattr(torch, layout.dtype)
+    vector = torch.zeros(spec.elements, dtype=dtype)
+    for path, weights in checkpoint.modules.items():
+        assert isinstance(weights, LoraWeights), "spec_of has checked it"
+        index = layout.site_of[path]
+        site, start, rank = layout.sites[index], spec.starts[index], spec.ranks[index]
+        b_start = start + align(rank * site.in_features)
+        a = vector[start : start + rank * site.in_features].view(rank, site.in_features)
+        b = vector[b_start : b_start + rank * site.out_features].view(rank, site.out_features)
+        a.copy_(weights.a)
+        b.copy_(weights.b.t())
+        if dtype is torch.float16 and not (a.isfinite().all() and b.isfinite().all()):
+            raise AdapterInvalid(
+                "a weight is too large for float16",
+                where=path,
+                found=f"up to {max(weights.a.abs().max(), weights.b.abs().max()):.3g}",
+                expected="at most 65504",
+                remedy="use bfloat16",
+            )
+    return spec, vector
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, not copied. The tensor must outlive them.
+
+    (``Tensor.numpy`` would do; but numpy is not a dependency of torch.)
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    nbytes = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A packed file's header: where the vector lies in the file, and what it is of."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    spec: VectorSpec
+    content: Digest
+    crc32: int
+
+
+def write_packed(
+    path: Path, layout: LoraLayout, content: Digest, spec: VectorSpec, vector: Tensor
+) -> None:
+    """Write a packed file, whole, and flush it to the device. ``path`` must be a new name."""
+    data = bytes_of(vector)
+    header = {
+        "__metadata__": {
+            "format": _FORMAT,
+            "content_digest": content.hex(),
+            "layout_digest": layout.digest.hex(),
+            "ranks": json.dumps(spec.ranks),
+            "scalings": json.dumps([scaling.hex() for scaling in spec.scalings]),
+            "crc32": f"{zlib.crc32(data):08x}",
+        },
+        "vector": {
+            "dtype": _SAFETENSORS_NAMES[layout.dtype],
+            "shape": [spec.elements],
+            "data_offsets": [0, data.nbytes],
+        },
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _HEADER_STEP)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_packed_header(path: Path, layout: LoraLayout) -> PackedFile:
+    """The header of a packed file of ``layout``; the vector itself is not read.
+
+    Raises:
+        AdapterInvalid: it is not a packed file, is of another layout, or is cut short.
+        OSError: it can't be read.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= _MAX_HEADER else b""
+        size = file.seek(0, os.SEEK_END)
+    try:
+        header = json.loads(text)
+        meta, tensor = header["__metadata__"], header["vector"]
+        ranks = [int(rank) for rank in json.loads(meta["ranks"])]
+        scalings = [float.fromhex(scaling) for scaling in json.loads(meta["scalings"])]
+        spec = VectorSpec.of(layout, ranks, scalings)
+        nbytes = spec.elements * layout.itemsize
+        sound = (
+            meta["format"] == _FORMAT
+            and meta["layout_digest"] == layout.digest.hex()
+            and tensor["data_offsets"] == [0, nbytes]
+            and size == 8 + length + nbytes
+        )
+        found = PackedFile(
+            path,
+            8 + length,
+            nbytes,
+            spec,
+            bytes.fromhex(meta["content_digest"]),
+            int(meta["crc32"], 16),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _not_packed(path) from error
+    if not sound:
+        raise _not_packed(path)
+    return found
+
+
+def _not_packed(path: Path) -> AdapterInvalid:
+    return AdapterInvalid(
+        "not a whole packed file of this layout", where=str(path), remedy="it is made again"
+    )

@@ -1,0 +1,177 @@
+"""REMOTE: where adapters come from. A source is anything with four methods."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import safetensors.torch
+from torch import Tensor
+
+from adaptercache.errors import AdapterInvalid, AdapterNotFound, LoadFailed
+
+__all__ = ["CONFIG", "WEIGHTS", "DirectorySource", "Source", "TensorSource", "open_source"]
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+# Refused by the reader by name, with the remedy; fetched so that it can say so.
+OTHER_WEIGHTS = ("adapter_model.bin", "adapter_model.pt")
+
+
+class Source(Protocol):
+    """Where adapters come from. All methods may block, and are called from several threads.
+
+    They raise `AdapterNotFound` for an id that there is no adapter of, another
+    `AdapterCacheError` where they can say what is wrong, and OSError for a failure that may pass.
+    """
+
+    def revision(self, adapter_id: str) -> str:
+        """A token for config and weights together: as long as it is equal, nothing changed."""
+
+    def files(self, adapter_id: str, revision: str) -> Mapping[str, int]:
+        """The files that make up the adapter: names and sizes in bytes."""
+
+    def read(self, adapter_id: str, revision: str, name: str, offset: int, into: memoryview) -> int:
+        """Read bytes of a file from ``offset`` on. Returns how many; fewer only at its end.
+
+        Raises LoadFailed where the adapter is not at ``revision`` any more.
+        """
+
+    def ids(self) -> Iterable[str]:
+        """All adapter ids."""
+
+
+def open_source(source: str | os.PathLike[str] | Source) -> Source:
+    """A source from what a user writes: a directory, or a source as it is."""
+    if not isinstance(source, (str, os.PathLike)):
+        return source
+    scheme, separator, _ = str(source).partition("://")
+    if separator and scheme != "file":
+        raise ValueError(f"no source for {scheme}://; give a directory, or a Source of your own")
+    return DirectorySource(str(source).removeprefix("file://"))
+
+
+class DirectorySource:
+    """A directory with a folder an adapter, as PEFT saves them; ids may have slashes.
+
+    The revision is made of the size, inode and times of config and weights. Thread-safe.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(root).resolve()
+
+    def revision(self, adapter_id: str) -> str:
+        folder = self._folder(adapter_id)
+        marks = []
+        for name in self._names(folder, adapter_id):
+            info = os.stat(folder / name)
+            marks.append([name, info.st_size, info.st_ino, info.st_mtime_ns, info.st_ctime_ns])
+        return hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:32]
+
+    def files(self, adapter_id: str, revision: str) -> Mapping[str, int]:
+        folder = self._folder(adapter_id)
+        return {name: os.stat(folder / name).st_size for name in self._names(folder, adapter_id)}
+
+    def read(self, adapter_id: str, revision: str, name: str, offset: int, into: memoryview) -> int:
+        with open(self._folder(adapter_id) / name, "rb", buffering=0) as file:
+            file.seek(offset)
+            done = 0
+            while done < len(into) and (count := file.readinto(into[done:])):
+                done += count
+        if self.revision(adapter_id) != revision:
+            raise LoadFailed("the adapter was rewritten while it was read", adapter_id=adapter_id)
+        return done
+
+    def ids(self) -> Iterable[str]:
+        for folder, _, names in os.walk(self._root):
+            if CONFIG in names:
+                yield Path(folder).relative_to(self._root).as_posix()
+
+    def _folder(self, adapter_id: str) -> Path:
+        """The adapter's folder; an id never leads out of the root."""
+        parts = adapter_id.split("/")
+        if "\0" in adapter_id or any(part in ("", ".", "..") for part in parts):
+            raise AdapterNotFound("not an adapter's name", adapter_id=adapter_id)
+        folder = self._root.joinpath(*parts)
+        try:
+            is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+                raise
+            is_folder = False
+        if not is_folder or not folder.resolve().is_relative_to(self._root):
+            raise AdapterNotFound(f"no such folder in {self._root}", adapter_id=adapter_id)
+        return folder
+
+    def _names(self, folder: Path, adapter_id: str) -> list[str]:
+        weights = [name for name in (WEIGHTS, *OTHER_WEIGHTS) if (folder / name).is_file()]
+        if not (folder / CONFIG).is_file():
+            raise AdapterInvalid(
+                f"no {CONFIG}", where=str(folder), found=os.listdir(folder), adapter_id=adapter_id
+            )
+        return [CONFIG, *weights[:1]]
+
+
+class TensorSource:
+    """Adapters that the caller has put here, in memory, in PEFT's format. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._adapters: dict[str, tuple[str, dict[str, bytes]]] = {}
+
+    def put(
+        self, adapter_id: str, tensors: Mapping[str, Tensor], config: Mapping[str, object]
+    ) -> None:
+        """Put an adapter here, in the place of an older one of that id.
+
+        Args:
+            tensors: by PEFT's names, as in ``adapter_model.safetensors``. They are copied.
+            config: as in ``adapter_config.json``.
+        """
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        files = {
+            CONFIG: json.dumps(dict(config)).encode(),
+            WEIGHTS: safetensors.torch.save(contiguous, {"format": "pt"}),
+        }
+        revision = hashlib.sha256(files[CONFIG] + files[WEIGHTS]).hexdigest()
+        with self._lock:
+            self._adapters[adapter_id] = (revision, files)
+
+    def remove(self, adapter_id: str) -> None:
+        """Forget it, if it is here."""
+        with self._lock:
+            self._adapters.pop(adapter_id, None)
+
+    def __contains__(self, adapter_id: str) -> bool:
+        return adapter_id in self._adapters
+
+    def revision(self, adapter_id: str) -> str:
+        return self._adapter(adapter_id)[0]
+
+    def files(self, adapter_id: str, revision: str) -> Mapping[str, int]:
+        return {name: len(data) for name, data in self._adapter(adapter_id)[1].items()}
+
+    def read(self, adapter_id: str, revision: str, name: str, offset: int, into: memoryview) -> int:
+        now, files = self._adapter(adapter_id)
+        if now != revision:
+            raise LoadFailed("the adapter was put again while it was read", adapter_id=adapter_id)
+        data = memoryview(files[name])[offset : offset + len(into)]
+        into[: len(data)] = data
+        return len(data)
+
+    def ids(self) -> Iterable[str]:
+        return list(self._adapters)
+
+    def _adapter(self, adapter_id: str) -> tuple[str, dict[str, bytes]]:
+        with self._lock:
+            found = self._adapters.get(adapter_id)
+        if found is None:
+            raise AdapterNotFound("nobody has put it here", adapter_id=adapter_id)
+        return found

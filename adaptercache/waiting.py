@@ -1,0 +1,162 @@
+"""Who waits for which adapter, in order of arrival: pending leases, waiting requests, hints.
+
+Plain Python; the time is passed in. Not thread-safe: the cache's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from adaptercache.errors import AdapterCacheError
+from adaptercache.identity import AdapterKey, Digest
+from adaptercache.stats import Tier
+
+__all__ = ["Grant", "WaitingList", "Wanted"]
+
+HINT_LASTS_S = 10.0
+MAX_HINTS = 1024
+LOOK_AHEAD = 256  # distinct adapters: whoever is further behind is not looked at yet
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """What the cache knows of one lease.
+
+    ``key``, ``digest`` and ``slot`` are set when it is ready, ``error`` when it has failed.
+    ``settled`` is called, without the lock, when either comes after a wait. ``found`` is the tier
+    in which the adapter was when it was asked for.
+    """
+
+    adapter_id: str
+    since: float
+    found: str
+    settled: Callable[[], None] | None = None
+    key: AdapterKey | None = None
+    digest: Digest = b""
+    slot: int = -1
+    error: AdapterCacheError | None = None
+    released: bool = False
+    seq: int = -1  # its place in the order of arrival, while it waits
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An adapter that waiting requests want: its place in the order of arrival, since when, and
+    the tier in which it was found then."""
+
+    seq: int
+    since: float
+    found: str
+
+
+class WaitingList:
+    """Pending leases and the requests of the last `admit`, merged in order of arrival."""
+
+    def __init__(self) -> None:
+        self._seq = 0
+        self._grants: dict[int, Grant] = {}
+        self._by_id: dict[str, dict[int, Grant]] = {}
+        self._wanted: dict[str, Wanted] = {}
+        self._hints: dict[str, tuple[Tier, float]] = {}
+        self.kv_pages = 0
+        """The most KV pages that one waiting request asks for."""
+        self.starved = False
+        """Somebody was refused room when loads were last decided on."""
+
+    def __bool__(self) -> bool:
+        return bool(self._grants or self._wanted or self._hints)
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether room that is freed now would serve a pending lease. (Waiting requests are looked
+        at in the next `admit`.)"""
+        return self.starved and bool(self._grants)
+
+    def grants(self, adapter_id: str | None = None) -> list[Grant]:
+        """The pending leases, all or those on one adapter, the oldest first."""
+        found = self._grants if adapter_id is None else self._by_id.get(adapter_id, {})
+        return list(found.values())
+
+    def join(self, grant: Grant) -> None:
+        """A lease begins to wait."""
+        self._seq += 1
+        grant.seq = self._seq
+        self._grants[grant.seq] = grant
+        self._by_id.setdefault(grant.adapter_id, {})[grant.seq] = grant
+
+    def leave(self, grant: Grant) -> None:
+        """It is served, has failed, or was given up."""
+        if self._grants.pop(grant.seq, None) is not None:
+            same = self._by_id[grant.adapter_id]
+            del same[grant.seq]
+            if not same:
+                del self._by_id[grant.adapter_id]
+
+    def wanted(self, adapter_id: str) -> Wanted | None:
+        """Since when requests wait for an adapter, if they do."""
+        return self._wanted.get(adapter_id)
+
+    def replace_requests(
+        self, adapter_ids: Iterable[str], kv_pages: int, new: Callable[[str], tuple[float, str]]
+    ) -> None:
+        """These are the adapters of the requests that wait now, in order; the others are gone.
+
+        ``new`` says of one that nobody wanted before: the time, and the tier it is found in.
+        """
+        before, self._wanted = self._wanted, {}
+        for adapter_id in adapter_ids:
+            wanted = before.get(adapter_id)
+            if wanted is None:
+                self._seq += 1
+                wanted = Wanted(self._seq, *new(adapter_id))
+            self._wanted[adapter_id] = wanted
+        self.kv_pages = kv_pages
+
+    def hint(self, adapter_id: str, to: Tier, now: float) -> None:
+        """Somebody will want it soon. Lapses, unless it is said again."""
+        if adapter_id in self._hints or len(self._hints) < MAX_HINTS:
+            self._hints[adapter_id] = (to, now + HINT_LASTS_S)
+
+    def used(self, adapter_id: str) -> None:
+        """What was hinted at has come."""
+        if self._hints:
+            self._hints.pop(adapter_id, None)
+
+    def hints(self, now: float) -> list[tuple[str, Tier]]:
+        """The first hints that have not lapsed, the oldest first."""
+        for adapter_id in [key for key, (_, until) in self._hints.items() if until <= now]:
+            del self._hints[adapter_id]
+        return [(adapter_id, to) for adapter_id, (to, _) in islice(self._hints.items(), LOOK_AHEAD)]
+
+    def order(self, waiting: Sequence[str] | None = None) -> list[str]:
+        """The first distinct adapter ids that somebody waits for, in order of arrival.
+
+        Args:
+            waiting: the distinct adapters of a new list of waiting requests, in its order; None:
+                of the last one. Among requests the list's order is the order of arrival; a
+                pending lease comes before the first request whose adapter was wanted later.
+        """
+        queue = self._wanted if waiting is None else waiting
+        if not self._grants:
+            return list(islice(queue, LOOK_AHEAD))
+        distinct: dict[str, None] = {}
+        for adapter_id in self._merge(queue):
+            distinct[adapter_id] = None
+            if len(distinct) == LOOK_AHEAD:
+                break
+        return list(distinct)
+
+    def _merge(self, queue: Iterable[str]) -> Iterator[str]:
+        grants = iter(self._grants.values())
+        grant = next(grants, None)
+        for adapter_id in queue:
+            wanted = self._wanted.get(adapter_id)
+            while grant is not None and (wanted is None or grant.seq < wanted.seq):
+                yield grant.adapter_id
+                grant = next(grants, None)
+            yield adapter_id
+        while grant is not None:
+            yield grant.adapter_id
+            grant = next(grants, None)
