@@ -81,6 +81,11 @@ class GpuArena(Residency[GpuPlace]):
         used = self.pages.count(Owner.KV)
         return KVRoom(used, self.pages.num_free + self.idle_size, self._kv_limit)
 
+    @property
+    def adapter_limit(self) -> int:
+        """Pages that one adapter may take at most."""
+        return self.shape.num_pages - min(self.kv_floor or 0, self._kv_limit)
+
     def adapter_room(self, largest_kv_pages: int) -> int:
         """Pages that adapters may take without eviction; negative where a floor is undercut.
 

@@ -11,6 +11,7 @@ import torch
 from adaptercache.arena import DiskShelf, GpuArena, HostArena
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.deciding import Deciding
+from adaptercache.errors import CapacityError
 from adaptercache.fetch import Fetcher
 from adaptercache.kv import KVPages
 from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
@@ -72,6 +73,7 @@ def assemble(
     """Build the tables, take the memory, and start the threads."""
     shape = ArenaShape.fit(layout, kv, budgets.gpu_bytes)
     num_blocks = budgets.host_bytes // budgets.host_block_bytes
+    _check(budgets)
     ledger = Ledger(
         GpuArena.shared(shape, budgets.gpu_slots, layout, kv, lambda: new_policy(policy)),
         HostArena(num_blocks, budgets.host_block_bytes, lambda: new_policy(policy)),
@@ -94,3 +96,14 @@ def assemble(
     leasing = Leasing(ledger, lifts, lifter, deciding)
     pages = KVPages(lifts, ledger.gpu.pages, deciding, gpu.streams.gave_up)
     return Parts(ledger, deciding, disk, host, gpu, puts, movers, lifter, leasing, pages)
+
+
+def _check(budgets: Budgets) -> None:
+    least = {
+        "gpu_slots": (budgets.gpu_slots, 1, "slots"),
+        "host_bytes": (budgets.host_bytes, budgets.host_block_bytes, "bytes"),
+        "disk_bytes": (budgets.disk_bytes, 1, "bytes"),
+    }
+    for name, (given, needed, unit) in least.items():
+        if given < needed:
+            raise CapacityError(f"{name} holds nothing", needed=needed, limit=given, unit=unit)

@@ -163,7 +163,8 @@ _Head: TypeAlias = Literal["lm_head", "score", "none"]
 
 def _head_of(content: Mapping[str, Any]) -> _Head | None:
     """What the architecture puts on top of the decoder; None: something that isn't built in."""
-    name = str((content.get("architectures") or ["ForCausalLM"])[0])
+    names = content.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "ForCausalLM"
     heads: dict[str, _Head] = {
         "ForCausalLM": "lm_head",
         "ForSequenceClassification": "score",
@@ -188,7 +189,7 @@ class _Fields:
 
     def labels(self) -> int:
         names = self._content.get("id2label")
-        return len(names) if names else self.number("num_labels", 2)
+        return len(names) if isinstance(names, Mapping) and names else self.number("num_labels", 2)
 
 
 def _decoder(fields: _Fields, family: _Family, head: _Head) -> Iterator[tuple[str, BaseModule]]:

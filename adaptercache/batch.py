@@ -51,7 +51,8 @@ class Standing:
     """How an adapter id stands: ``digest`` None until its files have been seen once."""
 
     digest: Digest | None = None
-    ready: bool = False  # resident on the GPU
+    ready: bool = False  # on the GPU, and not being kept for somebody ahead
+    reason: str = "loading"  # why it isn't
     error: AdapterCacheError | None = None
 
 
@@ -61,7 +62,8 @@ class Decision:
 
     ``reasons`` says for each deferred request id why it waits: ``loading`` (its adapter is on its
     way), ``room`` (no pages or slot for it yet), ``max_adapters`` (the batch's cap), ``kv_pages``.
-    ``pages_wanted``: how many idle KV pages freed would let something cold in.
+    ``pages_wanted``: how many idle KV pages freed would let something cold in. ``refused``: the
+    adapter that is first in line for room and finds none.
     """
 
     admitted: tuple[tuple[Request, Digest | None], ...] = ()
@@ -71,6 +73,7 @@ class Decision:
     evictions: tuple[Digest, ...] = ()
     loads: tuple[Load, ...] = ()
     pages_wanted: int = 0
+    refused: Digest | None = None
 
 
 class State(Protocol):
@@ -89,6 +92,9 @@ class State(Protocol):
         self, admitted: Collection[Digest], waiting: Sequence[str], kv_promised: int
     ) -> Placement:
         """Loads for the adapters of the requests that go on waiting, in order of arrival."""
+
+    def kv_pages_wanted(self, placement: Placement) -> int:
+        """KV pages that, given back, would let the first in who was refused room."""
 
     def number(self, placement: Placement) -> tuple[Load, ...]:
         """The slots and pages that the loads of ``placement`` get once its evictions are done."""
@@ -127,7 +133,7 @@ def plan(
     cold = list(dict.fromkeys(r.adapter_id for r in walk.deferred if r.adapter_id is not None))
     placement = state.place_on_gpu(walk.newcomers, cold, walk.kv_promised)
     if placement.no_room:
-        walk.tell_no_room(placement.no_room)
+        walk.tell_no_room(set(placement.no_room))
     return Decision(
         admitted=tuple(walk.admitted),
         deferred=tuple(walk.deferred),
@@ -135,7 +141,8 @@ def plan(
         failed=tuple(walk.failed),
         evictions=placement.evictions,
         loads=state.number(placement),
-        pages_wanted=min(placement.short, walk.kv.used),
+        pages_wanted=state.kv_pages_wanted(placement),
+        refused=placement.no_room[0] if placement.no_room else None,
     )
 
 
@@ -165,10 +172,10 @@ class _Admissions:
             if standing is None:
                 standing = self._standings[adapter_id] = self._state.standing(adapter_id)
             if standing.error is not None:
-                self.failed.append((request, standing.error))
+                self.failed.append((request, standing.error.copy_for(adapter_id)))
                 return
             if not standing.ready:
-                self._defer(request, "loading")
+                self._defer(request, standing.reason)
                 return
             digest = standing.digest
             cap = self._max_adapters

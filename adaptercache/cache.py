@@ -1,6 +1,6 @@
 """`AdapterCache`: the façade. It owns the lock, wires the parts together, and decides nothing.
 
-Direction: cache → prefetch → movers, tiers, ledger. No part knows the cache.
+No part knows the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from adaptercache.layout import KVLayout, LoraLayout
 from adaptercache.lease import Admission, Lease
 from adaptercache.movers import Hop
 from adaptercache.sleep import fall_asleep, wake_up
-from adaptercache.snapshot import snapshot
+from adaptercache.snapshot import resident_ids, snapshot
 from adaptercache.stats import Stats, Tier
 from adaptercache.tiers.remote import Source
 
@@ -58,9 +58,8 @@ class AdapterCache:
         read_options: how adapters' files are read.
         host_block_bytes: the unit of allocation in CPU memory.
         on_evict: called with ``(tier, digest)`` after a copy was evicted.
-        on_revision: called with ``(adapter id, old digest, new digest)`` after an id has come to
-            stand for other content. Hooks run on any thread, without the lock; their exceptions
-            are logged.
+        on_revision: called with ``(adapter id, old digest, new digest)`` after an id came to stand
+            for other content. Hooks run on any thread, unlocked; their exceptions are logged.
         clock: seconds, monotonic.
 
     Raises:
@@ -110,12 +109,10 @@ class AdapterCache:
     # -- leases and batches
 
     def acquire(self, adapter_id: str | None) -> Lease:
-        """Ask for an adapter. Never blocks; see `Lease` for how to wait.
-
-        None is the base model: ready, slot −1. What fails is raised by the lease.
+        """Ask for an adapter; None is the base model. Never blocks; see `Lease` for how to wait.
 
         Raises:
-            CacheClosed: nothing else.
+            CacheClosed: nothing else; what fails is raised by the lease.
         """
         return self._leasing.acquire(adapter_id)
 
@@ -125,12 +122,12 @@ class AdapterCache:
         A hint lapses after some seconds unless it is said again. Demand loads overtake it, and it
         evicts nothing that anybody waits for. ``to``: GPU, HOST or DISK.
         """
+        hinted = [adapter_id for adapter_id in adapter_ids if adapter_id is not None]
         with self._deciding:
             self._deciding.check_open()
             now = self._ledger.clock()
-            for adapter_id in adapter_ids:
-                if adapter_id is not None:
-                    self._ledger.waiting.hint(adapter_id, to, now)
+            for adapter_id in hinted:
+                self._ledger.waiting.hint(adapter_id, to, now)
 
     def admit(
         self,
@@ -176,7 +173,7 @@ class AdapterCache:
             RuntimeError: a lease that is not ready, or was released.
             ValueError: more tokens than ``pad_to``, or ranks over ``rank_to``.
         """
-        with self._leasing.hold(pairs) as (segments, rank):
+        with self._leasing.hold(list(pairs)) as (segments, rank):
             if rank_to is not None and rank > rank_to:
                 raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
             stack = self._gpu.stack
@@ -194,11 +191,8 @@ class AdapterCache:
         self, layer: int, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """The paged KV tensor of a layer, ``[pages, 2, block_size, kv_heads, head_dim]``: block
-        ``b`` is page ``b`` of `pages`.
-
-        Args:
-            shape, dtype: of one block, where the KV layout's own are not wanted; any that make up
-                the same bytes.
+        ``b`` is page ``b`` of `pages`. ``shape`` and ``dtype`` are of one block; others than the
+        KV layout's must make up the same bytes.
 
         Raises:
             ValueError: the bytes don't match, there is no such layer, or no KV layout was given.
@@ -233,22 +227,20 @@ class AdapterCache:
     def remove(self, adapter_id: str) -> None:
         """Forget all local copies, those in use once they are released.
 
-        The source may bring it back, except what was `put`: that is gone.
+        The source may bring it back; what was `put` is gone.
         """
         self._parts.puts.remove(adapter_id)
         with self._deciding:
             self._parts.lifter.remove(adapter_id)
 
     def resident(self, tier: Tier) -> frozenset[str]:
-        """The ids of the adapters that are whole in a tier (GPU, HOST or DISK) now.
-
-        On DISK, only those that were asked for since the start.
-        """
+        """The ids of the adapters that are whole in a tier (GPU, HOST or DISK) now; on DISK, only
+        those that were asked for since the start."""
         with self._deciding.lock:
-            return self._ledger.resident_ids(tier)
+            return resident_ids(self._ledger, tier)
 
     def stats(self) -> Stats:
-        """Counters since the start, and gauges; a frozen value."""
+        """Counters and gauges; a frozen value."""
         with self._deciding.lock:
             return snapshot(self._ledger, self._parts.movers)
 
@@ -260,21 +252,19 @@ class AdapterCache:
         LoraBatch(self._gpu.stack, [(BASE_SLOT, 1)])
 
     def drop_gpu(self) -> None:
-        """Give the arena's memory back to the GPU, for another job on it. See `restore`.
-
-        Waits for copies that are under way.
+        """Give the arena's memory back to the GPU, for another job on it, until `restore`. Waits
+        for copies that are under way.
 
         Raises:
             AdapterCacheError: a lease is held, or KV pages are allocated.
         """
-        self._asleep = fall_asleep(self._parts)
+        self._asleep |= fall_asleep(self._parts)
 
     def restore(self) -> None:
-        """Bring arena and adapters back, byte for byte, at new addresses. Waits for them.
-
-        CUDA graphs that read the old addresses must be captured again.
-        """
-        wake_up(self._parts, self._asleep)
+        """Bring arena and adapters back, byte for byte, at new addresses; waits for them. CUDA
+        graphs that read the old addresses must be captured again."""
+        asleep, self._asleep = self._asleep, frozenset()
+        wake_up(self._parts, asleep)
 
     # -- the end
 
@@ -290,6 +280,7 @@ class AdapterCache:
             for grant in self._ledger.waiting.grants():
                 self._ledger.fail(grant, CacheClosed())
             self._parts.lifter.close()
+        self._gpu.streams.close()
         self._parts.movers.close()
         self._leasing.close()
         self._deciding.tell()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from adaptercache.errors import CacheClosed
@@ -18,6 +18,12 @@ from adaptercache.ledger import Ledger
 __all__ = ["Deciding"]
 
 log = logging.getLogger(__name__)
+
+
+def complain(text: str) -> None:
+    """Log the exception that is being handled, whatever the handlers of `logging` do."""
+    with suppress(Exception):
+        log.exception(text)
 
 
 class Deciding:
@@ -76,5 +82,5 @@ class Deciding:
         for act in acts:
             try:
                 act()
-            except Exception:
-                log.exception("a hook failed")
+            except BaseException:  # each is somebody's own: none keeps the next from being run
+                complain("a hook, or a handler of logging, failed")

@@ -16,7 +16,7 @@ load gets its own copy, so that no traceback is shared between threads.
 
 from __future__ import annotations
 
-import copy
+import traceback
 
 __all__ = [
     "AdapterCacheError",
@@ -27,6 +27,7 @@ __all__ = [
     "CapacityError",
     "LoadFailed",
     "as_load_error",
+    "forget_locals",
 ]
 
 
@@ -48,7 +49,9 @@ class AdapterCacheError(Exception):
 
     def copy_for(self, adapter_id: str | None) -> AdapterCacheError:
         """This error again, told of ``adapter_id``: for one more waiter. Keeps the cause."""
-        again = copy.copy(self)
+        again = self.__class__.__new__(self.__class__)  # a subclass may have any signature
+        again.args = self.args
+        again.__dict__.update(self.__dict__)
         again.__cause__ = self.__cause__
         again.adapter_id = adapter_id if adapter_id is not None else self.adapter_id
         return again
@@ -137,6 +140,18 @@ def as_load_error(error: BaseException, adapter_id: str | None = None) -> Adapte
     failed = LoadFailed("loading failed", adapter_id=adapter_id)
     failed.__cause__ = error
     return failed
+
+
+def forget_locals(error: BaseException) -> None:
+    """Let go of what the frames of a failure hold (buffers, tensors): errors are remembered."""
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        link = chain.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            chain += [link.__cause__, link.__context__]
 
 
 class CapacityError(AdapterCacheError):

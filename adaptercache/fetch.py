@@ -10,12 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptercache.checkpoint import ReadOptions, read_checkpoint
+from adaptercache.checkpoint import Checkpoint, ReadOptions, read_checkpoint
 from adaptercache.errors import AdapterInvalid, AdapterNotFound, LoadFailed
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.layout import LoraLayout
 from adaptercache.ledger import Ledger
-from adaptercache.packing import VectorSpec, pack, read_packed_header, spec_of, write_packed
+from adaptercache.packing import (
+    VectorSpec,
+    pack,
+    packed_size,
+    read_packed_header,
+    spec_of,
+    write_packed,
+)
 from adaptercache.stats import Tier
 from adaptercache.tiers.disk import DiskTier
 from adaptercache.tiers.remote import Source, TensorSource
@@ -110,24 +117,31 @@ class Fetcher:
         folder = self._disk.new_folder()
         try:
             files = source.files(key.adapter_id, key.revision)
+            for name in files:
+                if name in ("", ".", "..") or "/" in name or "\0" in name:
+                    raise AdapterInvalid("the source gives a file a strange name", found=repr(name))
             nbytes = sum(files.values())
             with self._claimed(nbytes):
                 for name, size in files.items():
                     _copy_file(source, key, name, size, folder / name)
-                checkpoint = read_checkpoint(folder, self._layout.base, options=self._options)
-                packed = spec_of(checkpoint, self._layout).elements * self._layout.itemsize
-                with self._claimed(packed):
-                    digest = checkpoint.digest
-                    spec, vector = pack(checkpoint, self._layout)
-                    path = folder / self._disk.packed_path(digest, self._layout.digest).name
-                    write_packed(path, self._layout, digest, spec, vector)
-                    with self._disk.changing:
-                        self._disk.publish(folder, digest)
-                        self._disk.note(key, digest)
-                        self._record(digest)
-            return Fetched(key, digest, spec.elements, nbytes)
+            checkpoint = read_checkpoint(folder, self._layout.base, options=self._options)
+            spec = spec_of(checkpoint, self._layout)
+            # Claimed anew, as one sum: two downloads that each hold a part would wait for ever.
+            with self._claimed(nbytes + packed_size(self._layout, spec)):
+                self._publish(folder, key, checkpoint)
+            return Fetched(key, checkpoint.digest, spec.elements, nbytes)
         finally:
             self._disk.discard(folder)
+
+    def _publish(self, folder: Path, key: AdapterKey, checkpoint: Checkpoint) -> None:
+        digest = checkpoint.digest
+        spec, vector = pack(checkpoint, self._layout)
+        path = folder / self._disk.packed_path(digest, self._layout.digest).name
+        write_packed(path, self._layout, digest, spec, vector)
+        with self._disk.changing:
+            self._disk.publish(folder, digest)
+            self._disk.note(key, digest)
+            self._record(digest)
 
     def _record(self, digest: Digest) -> None:
         """The ledger knows that the files are here. ``changing`` is held."""

@@ -51,6 +51,7 @@ class KVPages:
         Raises:
             ValueError: one of them is not allocated to KV, or comes twice; nothing has changed.
         """
+        ids = tuple(ids)
         self._gave_up()
         with self._deciding.freeing():
             self._pages.free(ids, Owner.KV)

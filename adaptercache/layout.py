@@ -115,7 +115,7 @@ class LoraLayout:
         """
         base = BaseModel.from_config(config)
         if dtype is None:
-            named = getattr(base, "dtype", "").removeprefix("torch.")
+            named = base.dtype.removeprefix("torch.")
             dtype = named if named in ("bfloat16", "float16", "float32") else "bfloat16"
         return cls(base, targets=targets, max_rank=max_rank, dtype=dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import Protocol
 
@@ -106,7 +107,10 @@ class Lease:
             TimeoutError: it took longer; the lease goes on waiting.
         """
         if not self.ready and self._future is not None:
-            self._future.result(timeout_s)
+            try:
+                self._future.result(timeout_s)
+            except FutureTimeoutError:  # another class than the built-in one in Python 3.10
+                raise TimeoutError(f"{self!r} after {timeout_s} s") from None
         self.served()
         return self
 

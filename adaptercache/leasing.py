@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 from adaptercache.arena import GpuPlace
@@ -54,6 +55,7 @@ class Leasing:
             self._deciding.check_open()
             if ledger.lease(grant):
                 ledger.counters.requests[GPU, "hit"] += 1
+                ledger.waiting.bypasses += 1
                 return Lease(adapter_id, grant, self)
         return self._acquire_later(grant)
 
@@ -89,6 +91,8 @@ class Leasing:
             self._lifts.apply(decision)
             self._lifter.copy(decision.loads)
             self._note_waiting(decision)
+            self._ledger.waiting.bypasses += bool(decision.admitted)
+            self._lifts.be_fair(decision.refused)
             self._lifter.lift_to_host()
         self._deciding.tell()
         return Admission(
@@ -104,11 +108,10 @@ class Leasing:
             return request, Lease(None, None, None)
         ledger = self._ledger
         now = ledger.clock()
-        wanted = ledger.waiting.wanted(request.adapter_id)
-        found = GPU if wanted is None else wanted.found
+        since, found = ledger.waiting.first_seen(request.request_id) or (now, GPU)
         ledger.counters.requests[found, "hit" if found == GPU else "miss"] += 1
-        if wanted is not None:
-            ledger.counters.ready_took(found, now - wanted.since)
+        if found != GPU:
+            ledger.counters.ready_took(found, now - since)
         grant = Grant(request.adapter_id, now, found)
         is_served = ledger.lease(grant)
         assert is_served and grant.digest == digest, "planned on this very state"
@@ -116,12 +119,8 @@ class Leasing:
 
     def _note_waiting(self, decision: Decision) -> None:
         ledger = self._ledger
-        now = ledger.clock()
-        ledger.waiting.replace_requests(
-            dict.fromkeys(r.adapter_id for r in decision.deferred if r.adapter_id is not None),
-            max((request.kv_pages for request in decision.deferred), default=0),
-            lambda adapter_id: (now, ledger.found_in(adapter_id)),
-        )
+        ledger.waiting.replace_requests(decision.deferred, ledger.clock(), ledger.found_in)
+        ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in decision.admitted)
         ledger.waiting.starved = True  # perhaps: the next that frees room finds out
         ledger.counters.deferred.update(Counter(decision.reasons.values()))
         if decision.failed:
@@ -129,7 +128,7 @@ class Leasing:
 
     @contextmanager
     def hold(
-        self, pairs: Iterable[tuple[Lease, int]]
+        self, pairs: Sequence[tuple[Lease, int]]
     ) -> Iterator[tuple[list[tuple[int, int]], int]]:
         """Hold the adapters of a batch once more, whatever becomes of their leases.
 
@@ -172,10 +171,17 @@ class Leasing:
 
     def _take_back_abandoned(self) -> None:
         while (grant := self._abandoned.get()) is not None:
-            log.warning("a lease was dropped unreleased", extra={"adapter_id": grant.adapter_id})
+            self._ledger.outbox.append(
+                partial(
+                    log.warning,
+                    "a lease was dropped unreleased",
+                    extra={"adapter_id": grant.adapter_id},
+                )
+            )
             self.take_back(grant)
 
     def close(self) -> None:
         """Stop the thread. Without the lock."""
         self._abandoned.put(None)
-        self._janitor.join()
+        if self._janitor is not threading.current_thread():
+            self._janitor.join()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 from adaptercache.arena import DiskShelf, GpuArena, HostArena
@@ -20,7 +19,6 @@ from adaptercache.catalog import Catalog, Failures, Known
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.pages import Owner
-from adaptercache.placement import Placement
 from adaptercache.residency import Copy, Residency, State
 from adaptercache.stats import Counters, Tier
 from adaptercache.waiting import Grant, WaitingList
@@ -28,7 +26,6 @@ from adaptercache.waiting import Grant, WaitingList
 __all__ = ["Ledger"]
 
 PlaceT = TypeVar("PlaceT")
-NOTHING = Placement((), (), frozenset(), 0)
 
 
 class Ledger:
@@ -60,6 +57,8 @@ class Ledger:
         self.waiting = WaitingList()
         self.counters = Counters()
         self.gpu_up = True
+        self.draining: set[Digest] = set()
+        """Adapters that get no new leases, so that the first in line finds room at last."""
         self.outbox: list[Callable[[], None]] = []
         self.on_evict: Callable[[Tier, Digest], None] | None = None
         self.itemsize = itemsize
@@ -71,6 +70,8 @@ class Ledger:
         known = self.catalog.get(adapter_id)
         digest = known.digest if known is not None else None
         if digest is not None and (copy := self.gpu.get(digest)) is not None:
+            if digest in self.draining:
+                return Standing(digest, reason="room")
             return Standing(digest, ready=self.gpu_up and copy.state is State.RESIDENT)
         return Standing(digest, error=self.failures.get(adapter_id, self.clock()))
 
@@ -92,8 +93,7 @@ class Ledger:
         Raises:
             CapacityError: it can never fit; the id stands for what it stood for before.
         """
-        pages, most = self.gpu.shape.pages_for(elements), self.gpu.shape.num_pages
-        most -= self.gpu.kv_floor or 0
+        pages, most = self.gpu.shape.pages_for(elements), self.gpu.adapter_limit
         if pages > most:
             raise CapacityError("gpu_bytes can't hold it", needed=pages, limit=most, unit="pages")
         size, limit = elements * self.itemsize, self.host.blocks.num_blocks * self.host.block_bytes
@@ -142,24 +142,19 @@ class Ledger:
         if copy is not None and copy.doomed and copy.idle:
             self.evict(tier, copy.digest, "superseded")
 
-    def resident_ids(self, tier: Tier) -> frozenset[str]:
-        """The ids whose content is whole in a tier."""
-        copies = [copy for copy in self._tiers[tier] if copy.state is State.RESIDENT]
-        return frozenset(chain.from_iterable(self.catalog.ids_of(copy.digest) for copy in copies))
-
     # -- leases
 
     def lease(self, grant: Grant) -> bool:
         """Serve a lease if its adapter is on the GPU."""
         known = self.catalog.get(grant.adapter_id)
         copy = self.gpu.resident(known.digest) if known is not None else None
-        if known is None or copy is None or not self.gpu_up:
+        if known is None or copy is None or not self.gpu_up or known.digest in self.draining:
             return False
         self.gpu.lease(copy)
         self.waiting.used(grant.adapter_id)
-        grant.key = AdapterKey(grant.adapter_id, known.revision)
         grant.digest = known.digest
         grant.slot = copy.place.slot
+        grant.key = AdapterKey(grant.adapter_id, known.revision)  # last: it is ready from now on
         return True
 
     def fail(self, grant: Grant, error: AdapterCacheError) -> None:
@@ -186,9 +181,10 @@ class Ledger:
         if grant.released:
             return
         grant.released = True
-        self.waiting.leave(grant)
         if grant.digest:
             self.unhold(Tier.GPU, grant.digest)
+        elif grant.error is None:
+            self._settled(grant)  # whoever waits for it is told that it was released
 
     def unhold(self, tier: Tier, digest: Digest) -> None:
         """A lease, a batch or a load lets a copy go."""
@@ -259,16 +255,16 @@ class Ledger:
 
     def published(self, digest: Digest, nbytes: int) -> None:
         """Content is on disk, whole, in files of ``nbytes``."""
-        if self.disk.get(digest) is None:
+        copy = self.disk.get(digest)
+        if copy is None:
             self.disk.loaded(self.disk.reserve(digest, nbytes, None))
+        else:
+            self.disk.resize(copy, nbytes)
 
     # -- what goes
 
-    def put_gpu_to_sleep(self) -> frozenset[str]:
+    def put_gpu_to_sleep(self) -> None:
         """Nothing is leased and nothing goes up until ``gpu_up`` is set again.
-
-        Returns:
-            The ids that are there.
 
         Raises:
             AdapterCacheError: something is held; nothing has changed.
@@ -280,7 +276,6 @@ class Ledger:
                 f"the GPU is in use: {leased} adapters are leased, {kv_pages} KV pages allocated"
             )
         self.gpu_up = False
-        return self.resident_ids(Tier.GPU)
 
     def clear_gpu(self) -> bool:
         """Forget what is on the GPU; False while a load is still on its way there."""

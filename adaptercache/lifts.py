@@ -23,7 +23,8 @@ from adaptercache.stats import Tier
 
 __all__ = ["Lifts"]
 
-NOTHING = Placement((), (), frozenset(), 0)
+MAX_BYPASSES = 100  # hits, or decisions that admitted somebody, past the first in line
+NOTHING = Placement((), (), (), 0)
 
 
 class Lifts:
@@ -49,30 +50,56 @@ class Lifts:
         self,
         admitted: Collection[Digest] = (),
         waiting: Sequence[str] | None = None,
-        kv_promised: int = 0,
+        kv_promised: int | None = None,
     ) -> Placement:
         """Which adapters are copied to the GPU next; only reads.
 
         Args:
             admitted: adapters about to be leased: not to be evicted.
             waiting: the adapters of the requests that go on waiting; None: of the last `admit`.
-            kv_promised: pages that admitted requests are about to take.
+            kv_promised: pages that admitted requests are about to take; None: of the last `admit`.
         """
         ledger, gpu = self._ledger, self._ledger.gpu
         line = self._line(Tier.GPU, waiting)
         cold = [known for known, _ in line if gpu.get(known.digest) is None]
         if not cold or not ledger.gpu_up:
             return NOTHING
-        free = gpu.adapter_room(ledger.waiting.kv_pages) - kv_promised
+        promised = ledger.waiting.kv_promised if kv_promised is None else kv_promised
+        free = gpu.adapter_room(ledger.waiting.kv_pages) - promised
         if not gpu.num_idle and (free < 1 or not gpu.slots.num_free):  # full of what is in use
             short = gpu.shape.pages_for(cold[0].elements) - free if free < 1 else 0
-            return Placement((), (), frozenset(known.digest for known in cold), max(0, short))
+            return Placement((), (), tuple(known.digest for known in cold), max(0, short))
         wants = [Want(digest, 0, False) for digest in admitted]
         for known, hint in line:
             ready = ledger.host.resident(known.digest) is not None
             pages = gpu.shape.pages_for(known.elements)
             wants.append(Want(known.digest, pages, ready, hint))
         return place(wants, gpu, free=free, free_slots=gpu.slots.num_free)
+
+    def kv_pages_wanted(self, placement: Placement) -> int:
+        """KV pages that, given back, would let the first in who was refused room: as far as free
+        pages are what it lacks, and not the adapters' own share."""
+        gpu = self._ledger.gpu
+        missing_share = gpu.pages.num_free - gpu.adapter_room(self._ledger.waiting.kv_pages)
+        return min(placement.short, gpu.kv_room().used) if missing_share <= 0 else 0
+
+    def be_fair(self, refused: Digest | None) -> None:
+        """Take note of who is first in line for room and finds none. If others have been served
+        past it too often, the least leased adapters are kept from new leases until it fits."""
+        ledger, waiting = self._ledger, self._ledger.waiting
+        if refused != waiting.refused:
+            waiting.refused, waiting.bypasses = refused, 0
+            ledger.draining.clear()
+        if refused is None or waiting.bypasses < MAX_BYPASSES or ledger.draining:
+            return
+        known = next(known for known, _ in self._line(Tier.GPU) if known.digest == refused)
+        missing = ledger.gpu.shape.pages_for(known.elements) - ledger.gpu.pages.num_free
+        for copy in sorted(ledger.gpu, key=lambda copy: copy.leases):
+            if copy.leases:
+                ledger.draining.add(copy.digest)
+                missing -= copy.size
+                if missing <= 0:
+                    break
 
     def apply(self, decision: Decision) -> None:
         """Carry out evictions and loads: the pages are the new adapters' from now on.
@@ -133,19 +160,22 @@ class Lifts:
                 if n <= gpu.pages.num_free:
                     break
                 ledger.evict(Tier.GPU, copy.digest, "kv")
+        ledger.waiting.kv_promised = max(0, ledger.waiting.kv_promised - n)
         return gpu.pages.allocate(n, Owner.KV)
 
     def _line(self, tier: Tier, waiting: Sequence[str] | None = None) -> list[tuple[Known, bool]]:
         """The distinct contents that are wanted in ``tier``, in order of arrival, hints last; for
         each, whether it is only a hint."""
-        ledger = self._ledger
+        ledger, now = self._ledger, self._ledger.clock()
         line: dict[Digest, tuple[Known, bool]] = {}
         for adapter_id in ledger.waiting.order(waiting):
             known = ledger.catalog.get(adapter_id)
-            if known is not None:
+            if known is not None and ledger.failures.get(adapter_id, now) is None:
                 line.setdefault(known.digest, (known, False))
-        for adapter_id, to in ledger.waiting.hints(ledger.clock()):
+        for adapter_id, to in ledger.waiting.hints(now):
             known = ledger.catalog.get(adapter_id)
-            if known is not None and (to is Tier.GPU or to is tier):
+            if known is None or ledger.failures.get(adapter_id, now) is not None:
+                continue
+            if to is Tier.GPU or to is tier:
                 line.setdefault(known.digest, (known, True))
         return list(line.values())

@@ -12,11 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from adaptercache.errors import CacheClosed
+from adaptercache.errors import CacheClosed, forget_locals
 from adaptercache.stats import Tier
 
 __all__ = ["Hop", "Job", "Movers"]
@@ -51,6 +52,7 @@ class Job:
     done: Callable[[Any, float], None]
     failed: Callable[[BaseException, float], None]
     demand: bool = True
+    is_load: bool = True  # else it only tidies up
     started: bool = False
 
 
@@ -96,7 +98,7 @@ class Movers:
             job.failed(CacheClosed(), 0.0)
             return
         self._jobs[job.hop, job.key] = job
-        self._num_queued[job.hop] += 1
+        self._num_queued[job.hop] += job.is_load
         (self._demands if job.demand else self._hints)[job.hop].append(job)
         self._wake[job.hop].notify()
 
@@ -110,13 +112,18 @@ class Movers:
         return job is not None
 
     def queued(self, hop: Hop) -> int:
-        """Jobs that wait for a thread."""
+        """Loads that wait for a thread."""
         return self._num_queued[hop]
 
     @property
+    def are_idle(self) -> bool:
+        """Whether nothing is queued and nothing runs."""
+        return not self._jobs
+
+    @property
     def running(self) -> int:
-        """Jobs that a thread is on."""
-        return len(self._jobs) - sum(self._num_queued.values())
+        """Loads that a thread is on."""
+        return sum(job.started and job.is_load for job in self._jobs.values())
 
     def close(self) -> None:
         """Fail what is queued, let running jobs end, and stop the threads. Without the lock."""
@@ -129,11 +136,12 @@ class Movers:
             for wake in self._wake.values():
                 wake.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():  # a hook may close the cache
+                thread.join()
 
     def _begin(self, job: Job) -> None:
         job.started = True
-        self._num_queued[job.hop] -= 1
+        self._num_queued[job.hop] -= job.is_load
 
     def _run(self, hop: Hop) -> None:
         wake = self._wake[hop]
@@ -164,6 +172,7 @@ class Movers:
             result = job.work()
         except BaseException as caught:  # whatever it is, those who wait must be told
             error = caught
+            forget_locals(caught)
         seconds = time.monotonic() - start
         with self._wake[job.hop]:
             del self._jobs[job.hop, job.key]
@@ -174,4 +183,5 @@ class Movers:
                     job.failed(error, seconds)
                 self._ended()
             except BaseException:  # a defect of ours; the thread must live on
-                log.exception("deciding after a load failed", extra={"hop": job.hop.label})
+                with suppress(Exception):
+                    log.exception("deciding after a load failed", extra={"hop": job.hop.label})

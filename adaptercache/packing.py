@@ -25,7 +25,16 @@ from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 from adaptercache.identity import Digest
 from adaptercache.layout import LoraLayout, align
 
-__all__ = ["PackedFile", "VectorSpec", "pack", "read_packed_header", "spec_of", "write_packed"]
+__all__ = [
+    "PackedFile",
+    "VectorSpec",
+    "bytes_of",
+    "pack",
+    "packed_size",
+    "read_packed_header",
+    "spec_of",
+    "write_packed",
+]
 
 _FORMAT = "adaptercache packed v1"
 _HEADER_STEP = 4096  # the vector begins at a multiple of it, so that direct I/O is possible
@@ -139,11 +148,26 @@ class PackedFile:
     crc32: int
 
 
+def packed_size(layout: LoraLayout, spec: VectorSpec) -> int:
+    """Bytes of the packed file of such a vector."""
+    header = _header(layout, bytes(32), spec, crc32=0)
+    return len(header) + spec.elements * layout.itemsize
+
+
 def write_packed(
     path: Path, layout: LoraLayout, content: Digest, spec: VectorSpec, vector: Tensor
 ) -> None:
     """Write a packed file, whole, and flush it to the device. ``path`` must be a new name."""
     data = bytes_of(vector)
+    with open(path, "xb") as file:
+        file.write(_header(layout, content, spec, zlib.crc32(data)))
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(layout: LoraLayout, content: Digest, spec: VectorSpec, crc32: int) -> bytes:
+    """The file's beginning; its length doesn't depend on digest and checksum."""
     header = {
         "__metadata__": {
             "format": _FORMAT,
@@ -151,21 +175,17 @@ def write_packed(
             "layout_digest": layout.digest.hex(),
             "ranks": json.dumps(spec.ranks),
             "scalings": json.dumps([scaling.hex() for scaling in spec.scalings]),
-            "crc32": f"{zlib.crc32(data):08x}",
+            "crc32": f"{crc32:08x}",
         },
         "vector": {
             "dtype": _SAFETENSORS_NAMES[layout.dtype],
             "shape": [spec.elements],
-            "data_offsets": [0, data.nbytes],
+            "data_offsets": [0, spec.elements * layout.itemsize],
         },
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_STEP)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_packed_header(path: Path, layout: LoraLayout) -> PackedFile:

@@ -43,13 +43,13 @@ class Want:
 class Placement:
     """What `place` found.
 
-    ``no_room`` holds the wants that room was refused to; ``short`` says how many units more the
-    first of them needs (0 where a slot is what it lacks).
+    ``no_room`` holds the wants that room was refused to, in order; ``short`` says how many units
+    more the first of them needs (0 where a slot is what it lacks).
     """
 
     loads: tuple[Want, ...]
     evictions: tuple[Digest, ...]
-    no_room: frozenset[Digest]
+    no_room: tuple[Digest, ...]
     short: int
 
 
@@ -73,7 +73,7 @@ def place(
             walk.place_hint(want)
         else:
             walk.place_demand(want)
-    return Placement(tuple(walk.loads), tuple(walk.evicted), frozenset(walk.no_room), walk.short)
+    return Placement(tuple(walk.loads), tuple(walk.evicted), tuple(walk.no_room), walk.short)
 
 
 class _Walk:
@@ -92,7 +92,7 @@ class _Walk:
         self._wanted_behind: list[Copy[Any]] = []  # idle; given up last, the last in line first
         self.evicted: dict[Digest, None] = {}
         self.loads: list[Want] = []
-        self.no_room: set[Digest] = set()
+        self.no_room: dict[Digest, None] = {}
         self.short = 0
 
     def place_resident(self, copy: Copy[Any]) -> None:
@@ -107,9 +107,9 @@ class _Walk:
         room = self._free - self._promised + self._spare
         slots = self._free_slots - self._promised_slots + self._spare_slots
         if self.no_room:
-            self.no_room.add(want.digest)
+            self.no_room[want.digest] = None
         elif want.size > room or slots < 1:
-            self.no_room.add(want.digest)
+            self.no_room[want.digest] = None
             self.short = max(0, want.size - room)
         elif want.ready:
             self._take(want, self._enough(want, self._victims()))
@@ -126,7 +126,7 @@ class _Walk:
         if self._fits(want, victims):
             self._take(want, victims)
         else:
-            self.no_room.add(want.digest)  # the hints behind it would find no more
+            self.no_room[want.digest] = None  # the hints behind it would find no more
 
     def _pass_by(self, digest: Digest) -> None:
         self._behind.pop(digest, None)

@@ -7,7 +7,6 @@ calls it again, so an adapter climbs tier by tier while nobody holds a thread fo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -18,11 +17,13 @@ from adaptercache.errors import (
     AdapterCacheError,
     AdapterInvalid,
     CacheClosed,
+    CapacityError,
     LoadFailed,
     as_load_error,
 )
 from adaptercache.fetch import Fetched, Fetcher
 from adaptercache.identity import AdapterKey, Digest
+from adaptercache.journal import Journal
 from adaptercache.layout import LoraLayout
 from adaptercache.ledger import Ledger
 from adaptercache.lifts import Lifts
@@ -36,7 +37,6 @@ from adaptercache.tiers.host import HostTier
 
 __all__ = ["Lifter"]
 
-log = logging.getLogger(__name__)
 MAX_FETCHES = 1024  # queued at once; the rest of a longer line is queued as these end
 
 
@@ -55,6 +55,7 @@ class Lifter:
         gpu: GpuTier,
     ) -> None:
         self._ledger = ledger
+        self._journal = Journal(ledger)
         self._lifts = lifts
         self._movers = movers
         self._fetcher = fetcher
@@ -62,6 +63,7 @@ class Lifter:
         self._disk, self._host, self._gpu = disk, host, gpu
         self._refreshes: dict[str, list[Future[AdapterKey]]] = {}
         self._removed: set[str] = set()  # while they were being fetched
+        self._broken: set[Digest] = set()  # on disk; fetched again, and not read since
         self.on_revision: Callable[[str, Digest, Digest], None] | None = None
 
     def advance(self) -> None:
@@ -72,6 +74,7 @@ class Lifter:
         self.lift_to_host()
         placement = self._lifts.place_on_gpu()
         waiting.starved = bool(placement.no_room)
+        self._lifts.be_fair(placement.no_room[0] if placement.no_room else None)
         if placement.loads:
             loads = self._lifts.number(placement)
             self._lifts.apply(Decision(evictions=placement.evictions, loads=loads))
@@ -128,9 +131,6 @@ class Lifter:
         self, refreshes: list[Future[AdapterKey]], fetched: Fetched, seconds: float
     ) -> None:
         key, digest = fetched.key, fetched.digest
-        if fetched.nbytes:
-            self._count(Hop.FETCH, seconds, fetched.nbytes)
-            self._log("fetched", Hop.FETCH, seconds, digest, key.adapter_id)
         if key.adapter_id in self._removed:
             self._removed.remove(key.adapter_id)
             self._ledger.retire(digest)
@@ -142,6 +142,8 @@ class Lifter:
             except AdapterCacheError as error:
                 self._not_fetched(key.adapter_id, refreshes, error, seconds)
                 return
+            if fetched.nbytes:
+                self._journal.ended(Hop.FETCH, seconds, fetched.nbytes, digest)
             if before is not None and before.digest != digest and self.on_revision is not None:
                 changed = partial(self.on_revision, key.adapter_id, before.digest, digest)
                 self._ledger.outbox.append(changed)
@@ -157,7 +159,9 @@ class Lifter:
     ) -> None:
         error = as_load_error(caught, adapter_id)
         self._removed.discard(adapter_id)
-        self._failed(Hop.FETCH, [adapter_id], error, seconds)
+        # Where a refresh fails, what is here goes on serving: nobody who waits is told.
+        concerned = [adapter_id] if self._ledger.lacks(adapter_id) else []
+        self._journal.failed(Hop.FETCH, concerned, error, seconds)
         self._tell(refreshes, lambda future: future.set_exception(error))
         self._fetch_again(adapter_id)
 
@@ -180,11 +184,18 @@ class Lifter:
         def work() -> None:
             self._fetcher.drop(digest)
 
-        job = Job(Hop.FETCH, digest, work, lambda *_: None, self._not_deleted, demand=False)
-        self._movers.submit(job)
+        done = partial(self._deleted, digest)
+        self._movers.submit(
+            Job(Hop.FETCH, digest, work, done, self._not_deleted, False, is_load=False)
+        )
+
+    def _deleted(self, digest: Digest, result: None, seconds: float) -> None:
+        copy = self._ledger.disk.get(digest)
+        if copy is not None and copy.doomed and copy.idle:  # it was being read meanwhile
+            self._delete(digest)
 
     def _not_deleted(self, error: BaseException, seconds: float) -> None:
-        log.warning("deleting files failed: %s", error, extra={"hop": Hop.FETCH.label})
+        self._journal.warn(Hop.FETCH, seconds, f"deleting files failed: {error}")
 
     # -- DISK → HOST
 
@@ -204,17 +215,26 @@ class Lifter:
         self._movers.submit(Job(Hop.READ, digest, work, done, failed, not copy.prefetched))
 
     def _was_read(self, digest: Digest, spec: VectorSpec, seconds: float) -> None:
-        self._count(Hop.READ, seconds, spec.elements * self._layout.itemsize)
-        self._log("read", Hop.READ, seconds, digest)
+        self._journal.ended(Hop.READ, seconds, spec.elements * self._layout.itemsize, digest)
+        self._broken.discard(digest)
         self._ledger.host_loaded(digest, spec)
         if (copy := self._ledger.disk.get(digest)) is not None and copy.doomed:
             self._delete(digest)
 
     def _not_read(self, digest: Digest, caught: BaseException, seconds: float) -> None:
+        """Drop the copy on disk, so that it is fetched again: the first time at once, and while
+        those who wait go on waiting; if it fails again, after a back-off."""
+        if isinstance(caught, CapacityError):  # CPU memory was refused; the disk is not to blame
+            self._ledger.host_failed(digest)
+            self._journal.failed(Hop.READ, self._ledger.catalog.ids_of(digest), caught, seconds)
+            return
         error = LoadFailed("the copy on disk can't be read; it will be fetched again")
         error.__cause__ = caught
+        is_first = digest not in self._broken
         self._ledger.host_failed(digest)
-        self._failed(Hop.READ, self._ledger.catalog.ids_of(digest), error, seconds)
+        ids = [] if is_first else self._ledger.catalog.ids_of(digest)
+        (self._broken.add if is_first else self._broken.discard)(digest)
+        self._journal.failed(Hop.READ, ids, error, seconds)
         copy = self._ledger.disk.get(digest)
         if copy is not None and copy.idle:
             self._ledger.evict(Tier.DISK, digest, "broken")
@@ -240,42 +260,10 @@ class Lifter:
         self._movers.submit(Job(Hop.COPY, load.digest, work, done, failed, not load.hint))
 
     def _copied(self, digest: Digest, nbytes: int, result: None, seconds: float) -> None:
-        self._count(Hop.COPY, seconds, nbytes)
-        self._log("copied", Hop.COPY, seconds, digest)
+        self._journal.ended(Hop.COPY, seconds, nbytes, digest)
         self._ledger.gpu_loaded(digest)
 
     def _not_copied(self, digest: Digest, caught: BaseException, seconds: float) -> None:
         self._ledger.gpu_failed(digest)
         error = as_load_error(caught)
-        self._failed(Hop.COPY, self._ledger.catalog.ids_of(digest), error, seconds)
-
-    # -- what is counted and logged
-
-    def _count(self, hop: Hop, seconds: float, nbytes: int) -> None:
-        source, to = hop.value
-        self._ledger.counters.loads[source, to, "ok"] += 1
-        self._ledger.counters.load_bytes[source, to] += nbytes
-        self._ledger.counters.load_took(source, to, seconds)
-
-    def _failed(
-        self, hop: Hop, adapter_ids: Iterable[str], error: AdapterCacheError, seconds: float
-    ) -> None:
-        if isinstance(error, CacheClosed):  # it was queued when the cache closed: no failure
-            return
-        source, to = hop.value
-        adapter_ids = list(adapter_ids)
-        self._ledger.counters.loads[source, to, "failed"] += 1
-        self._ledger.load_failed(adapter_ids, error)
-        fields = {"adapter_ids": adapter_ids, "hop": hop.label, "seconds": seconds}
-        self._later(partial(log.warning, "load failed: %s", error, extra=fields))
-
-    def _log(
-        self, what: str, hop: Hop, seconds: float, digest: Digest, adapter_id: str | None = None
-    ) -> None:
-        fields = {"tier": hop.value[1].value, "digest": digest.hex(), "seconds": seconds}
-        fields["adapter_id"] = adapter_id or ",".join(sorted(self._ledger.catalog.ids_of(digest)))
-        self._later(partial(log.info, "%s in %.3f s", what, seconds, extra=fields))
-
-    def _later(self, act: Callable[[], None]) -> None:
-        """Handlers of `logging` are a user's code: they run without the lock."""
-        self._ledger.outbox.append(act)
+        self._journal.failed(Hop.COPY, self._ledger.catalog.ids_of(digest), error, seconds)

@@ -75,6 +75,10 @@ class Residency(Generic[PlaceT]):
         self._shielded: set[Digest] = set()
         self.used = 0
         """Sum of the sizes of all copies."""
+        self.num_resident = 0
+        """Copies that are whole."""
+        self.num_leases = 0
+        """Holds on all copies."""
         self.idle_size = 0
         """Sum of the sizes of the idle ones: what eviction could free."""
 
@@ -120,8 +124,16 @@ class Residency(Generic[PlaceT]):
         """LOADING → RESIDENT."""
         assert copy.state is State.LOADING
         copy.state = State.RESIDENT
+        self.num_resident += 1
         if not copy.leases:
             self._into_order(copy)
+
+    def resize(self, copy: Copy[PlaceT], size: int) -> None:
+        """It takes more, or less, than before."""
+        self.used += size - copy.size
+        if copy.idle:
+            self.idle_size += size - copy.size
+        copy.size = size
 
     def drop(self, copy: Copy[PlaceT]) -> None:
         """Either state → absent. Its place is free for others from now on.
@@ -135,12 +147,15 @@ class Residency(Generic[PlaceT]):
         self._shielded.discard(copy.digest)
         del self._copies[copy.digest]
         self.used -= copy.size
+        self.num_leases -= copy.leases
+        self.num_resident -= copy.state is State.RESIDENT
 
     def lease(self, copy: Copy[PlaceT]) -> None:
         """Hold it: until `release` it cannot be evicted. A use, for the policy."""
         if copy.idle:
             self._out_of_order(copy)
         copy.leases += 1
+        self.num_leases += 1
         copy.prefetched = False
         self._policy_of(copy.digest).touch(copy.digest)
 
@@ -148,6 +163,7 @@ class Residency(Generic[PlaceT]):
         """Give one hold back."""
         assert copy.leases > 0, "released more often than leased"
         copy.leases -= 1
+        self.num_leases -= 1
         if copy.idle:
             self._into_order(copy)
 

@@ -6,8 +6,12 @@ import time
 from collections.abc import Iterable
 
 from adaptercache.assembly import Parts
+from adaptercache.snapshot import resident_ids
+from adaptercache.stats import Tier
 
 __all__ = ["fall_asleep", "wake_up"]
+
+POLL_S = 0.001
 
 
 def fall_asleep(parts: Parts) -> frozenset[str]:
@@ -17,10 +21,11 @@ def fall_asleep(parts: Parts) -> frozenset[str]:
     """
     with parts.deciding:
         parts.deciding.check_open()
-        were_there = parts.ledger.put_gpu_to_sleep()
+        were_there = resident_ids(parts.ledger, Tier.GPU)
+        parts.ledger.put_gpu_to_sleep()
         is_clear = parts.ledger.clear_gpu()
     while not is_clear:
-        time.sleep(0.001)
+        time.sleep(POLL_S)
         with parts.deciding:
             is_clear = parts.ledger.clear_gpu()
     parts.gpu.drop()
@@ -28,11 +33,18 @@ def fall_asleep(parts: Parts) -> frozenset[str]:
 
 
 def wake_up(parts: Parts, adapter_ids: Iterable[str]) -> None:
-    """Allocate the arena again, load these adapters, and wait for them."""
-    parts.gpu.restore()
+    """Allocate the arena again, and load these adapters as far as they are still known and find
+    room beside those that were asked for meanwhile. Waits for that."""
     with parts.deciding:
         parts.deciding.check_open()
+        parts.gpu.restore()
         parts.ledger.gpu_up = True
-    for lease in [parts.leasing.acquire(adapter_id) for adapter_id in adapter_ids]:
-        with lease:
-            pass
+        known = [adapter_id for adapter_id in adapter_ids if parts.ledger.catalog.get(adapter_id)]
+    leases = [parts.leasing.acquire(adapter_id) for adapter_id in known]
+    while not all(lease.ready for lease in leases):
+        time.sleep(POLL_S)
+        with parts.deciding.lock:
+            if parts.movers.are_idle:  # what is not here by now waits for somebody's release
+                break
+    for lease in leases:
+        lease.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from adaptercache.ledger import Ledger
@@ -10,11 +11,11 @@ from adaptercache.pages import Owner
 from adaptercache.residency import Residency, State
 from adaptercache.stats import Stats, Tier
 
-__all__ = ["snapshot"]
+__all__ = ["resident_ids", "snapshot"]
 
 
 def snapshot(ledger: Ledger, movers: Movers) -> Stats:
-    """A frozen `Stats`. Call with the cache's lock held; costs what the tables' sizes cost."""
+    """A frozen `Stats`. Call with the cache's lock held; the number of adapters doesn't matter."""
     counters, gpu, host, disk = ledger.counters, ledger.gpu, ledger.host, ledger.disk
     page = gpu.shape.rows * gpu.shape.page_bytes
     block = host.block_bytes
@@ -29,9 +30,9 @@ def snapshot(ledger: Ledger, movers: Movers) -> Stats:
         errors=dict(counters.errors),
         prefetch_wasted=counters.prefetch_wasted,
         resident_adapters={
-            Tier.GPU: _resident(gpu),
-            Tier.HOST: _resident(host),
-            Tier.DISK: _resident(disk),
+            Tier.GPU: gpu.num_resident,
+            Tier.HOST: host.num_resident,
+            Tier.DISK: disk.num_resident,
         },
         resident_bytes={
             Tier.GPU: gpu.used * page,
@@ -49,11 +50,15 @@ def snapshot(ledger: Ledger, movers: Movers) -> Stats:
             "free": gpu.pages.num_free,
         },
         slots={"used": gpu.slots.num_pages - gpu.slots.num_free, "free": gpu.slots.num_free},
-        leases=sum(copy.leases for copy in gpu),
+        leases=gpu.num_leases,
         in_flight_loads=movers.running,
         queue_depth={hop.label: movers.queued(hop) for hop in Hop},
     )
 
 
-def _resident(residency: Residency[Any]) -> int:
-    return sum(copy.state is State.RESIDENT for copy in residency)
+def resident_ids(ledger: Ledger, tier: Tier) -> frozenset[str]:
+    """The ids whose content is whole in a tier. Call with the cache's lock held."""
+    tiers: dict[Tier, Residency[Any]]
+    tiers = {Tier.GPU: ledger.gpu, Tier.HOST: ledger.host, Tier.DISK: ledger.disk}
+    copies = [copy for copy in tiers[tier] if copy.state is State.RESIDENT]
+    return frozenset(chain.from_iterable(ledger.catalog.ids_of(copy.digest) for copy in copies))

@@ -202,5 +202,7 @@ def _check_residency(residency: Residency[Any]) -> None:
     assert set(order) == idle, "only what is idle can be evicted"
     assert residency.used == sum(copy.size for copy in residency)
     assert residency.idle_size == sum(copy.size for copy in residency if copy.idle)
+    assert residency.num_resident == sum(copy.state is State.RESIDENT for copy in residency)
+    assert residency.num_leases == sum(copy.leases for copy in residency)
     assert all(copy.leases >= 0 for copy in residency)
     assert not any(copy.doomed and copy.idle for copy in residency if copy.place is not None)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from adaptercache.batch import Request
 from adaptercache.errors import AdapterCacheError
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.stats import Tier
 
-__all__ = ["Grant", "WaitingList", "Wanted"]
+__all__ = ["Grant", "WaitingList"]
 
 HINT_LASTS_S = 10.0
 MAX_HINTS = 1024
@@ -41,16 +42,6 @@ class Grant:
     seq: int = -1  # its place in the order of arrival, while it waits
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """An adapter that waiting requests want: its place in the order of arrival, since when, and
-    the tier in which it was found then."""
-
-    seq: int
-    since: float
-    found: str
-
-
 class WaitingList:
     """Pending leases and the requests of the last `admit`, merged in order of arrival."""
 
@@ -58,10 +49,17 @@ class WaitingList:
         self._seq = 0
         self._grants: dict[int, Grant] = {}
         self._by_id: dict[str, dict[int, Grant]] = {}
-        self._wanted: dict[str, Wanted] = {}
+        self._wanted: dict[str, int] = {}  # of requests: its place in the order of arrival
+        self._first_seen: dict[str, tuple[float, str]] = {}  # by request id
         self._hints: dict[str, tuple[Tier, float]] = {}
         self.kv_pages = 0
         """The most KV pages that one waiting request asks for."""
+        self.kv_promised = 0
+        """KV pages of requests that were just admitted and have not taken them yet."""
+        self.refused: Digest | None = None
+        """The adapter that is first in line for room, and found none when last looked at."""
+        self.bypasses = 0
+        """How often others were served since."""
         self.starved = False
         """Somebody was refused room when loads were last decided on."""
 
@@ -94,28 +92,40 @@ class WaitingList:
             if not same:
                 del self._by_id[grant.adapter_id]
 
-    def wanted(self, adapter_id: str) -> Wanted | None:
-        """Since when requests wait for an adapter, if they do."""
-        return self._wanted.get(adapter_id)
+    def first_seen(self, request_id: str) -> tuple[float, str] | None:
+        """When a waiting request was first seen, and the tier that its adapter was in then."""
+        return self._first_seen.get(request_id)
 
     def replace_requests(
-        self, adapter_ids: Iterable[str], kv_pages: int, new: Callable[[str], tuple[float, str]]
+        self, requests: Iterable[Request], now: float, found_in: Callable[[str], str]
     ) -> None:
-        """These are the adapters of the requests that wait now, in order; the others are gone.
+        """These requests wait now, in order of arrival; all others are gone.
 
-        ``new`` says of one that nobody wanted before: the time, and the tier it is found in.
+        ``found_in`` says in which tier an adapter is.
         """
-        before, self._wanted = self._wanted, {}
-        for adapter_id in adapter_ids:
-            wanted = before.get(adapter_id)
-            if wanted is None:
-                self._seq += 1
-                wanted = Wanted(self._seq, *new(adapter_id))
-            self._wanted[adapter_id] = wanted
-        self.kv_pages = kv_pages
+        before, self._first_seen = self._first_seen, {}
+        seqs, self._wanted = self._wanted, {}
+        found: dict[str, tuple[float, str]] = {}
+        self.kv_pages = 0
+        for request in requests:
+            self.kv_pages = max(self.kv_pages, request.kv_pages)
+            adapter_id = request.adapter_id
+            if adapter_id is None:
+                continue
+            seen = before.get(request.request_id) or found.get(adapter_id)
+            if seen is None:
+                seen = found[adapter_id] = (now, found_in(adapter_id))
+            self._first_seen[request.request_id] = seen
+            if adapter_id not in self._wanted:
+                seq = seqs.get(adapter_id)
+                if seq is None:
+                    seq = self._seq = self._seq + 1
+                self._wanted[adapter_id] = seq
 
     def hint(self, adapter_id: str, to: Tier, now: float) -> None:
         """Somebody will want it soon. Lapses, unless it is said again."""
+        if len(self._hints) >= MAX_HINTS:
+            self.hints(now)  # drops those that have lapsed
         if adapter_id in self._hints or len(self._hints) < MAX_HINTS:
             self._hints[adapter_id] = (to, now + HINT_LASTS_S)
 
@@ -153,7 +163,7 @@ class WaitingList:
         grant = next(grants, None)
         for adapter_id in queue:
             wanted = self._wanted.get(adapter_id)
-            while grant is not None and (wanted is None or grant.seq < wanted.seq):
+            while grant is not None and (wanted is None or grant.seq < wanted):
                 yield grant.adapter_id
                 grant = next(grants, None)
             yield adapter_id

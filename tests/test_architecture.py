@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "adaptercache"
 # A name stands for one file; the FOLDERS' stand for whatever is in them.
 DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
-    *("batch", "waiting", "arena", "ledger", "routing", "prefix"),
+    *("batch", "waiting", "arena", "ledger", "lifts", "routing", "prefix"),
 )
 TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
 LAYERS = (
@@ -28,8 +28,8 @@ LAYERS = (
     DECIDE,
     ("checkpoint", "packing", "merge", "kernels"),
     TIERS,
-    ("fetch", "movers", "prefetch"),
-    ("kv", "lease"),
+    ("movers", "journal", "fetch", "prefetch", "snapshot"),
+    ("deciding", "lease", "leasing", "kv", "assembly", "sleep"),
     ("cache",),
     ("metrics", "testing", "cli", "integrations"),
     ("adaptercache",),  # the package's own __init__: the public names

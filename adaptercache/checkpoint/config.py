@@ -100,11 +100,10 @@ def _rank(value: object, where: str) -> int:
 
 
 def _alpha(value: object, where: str) -> float:
-    # A verl export says lora_alpha 0: nothing that it could mean is the adapter as trained.
-    number = value if type(value) in (int, float) else None
-    if not isinstance(number, (int, float)) or not 0 < number < _LARGEST_FLOAT32:
-        raise _broken(where, value, "an alpha: a positive finite number")
-    return float(number)
+    # verl exports lora_alpha 0: nothing that it could mean is the adapter as it was trained.
+    if isinstance(value, (int, float)) and value is not True and 0 < value < _LARGEST_FLOAT32:
+        return float(value)
+    raise _broken(where, value, "an alpha: a positive finite number")
 
 
 def _flag(value: object, where: str) -> bool:
@@ -129,10 +128,8 @@ def _names(value: object, where: str) -> tuple[str, ...]:
 
 def _version(value: object) -> tuple[int, ...]:
     """``"0.19.1.dev0"`` as (0, 19, 1). Releases before 0.18 didn't write theirs: ()."""
-    found = (
-        re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", value) if isinstance(value, str) else None
-    )
-    return tuple(int(number or 0) for number in found.groups()) if found else ()
+    numbers = re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", str(value))
+    return tuple(int(number or 0) for number in numbers.groups()) if numbers else ()
 
 
 def _broken(where: str, found: object, expected: str) -> AdapterInvalid:

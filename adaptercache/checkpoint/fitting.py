@@ -67,8 +67,11 @@ def _place(
 ) -> list[Piece]:
     """What the base gets from all pairs of one module; nothing where it has no such module."""
     first, path = pairs[0], names.find(pairs[0].module)
+    if path is None and any(pair.is_embedding for pair in pairs):
+        return []
     if path is None and (stacked := names.stacked(first.module)):
-        return [Piece(*item) for item in read_experts(pairs, stacked, config, options).items()]
+        experts = read_experts(pairs, stacked, config, options)
+        return [Piece(target, weights) for target, weights in experts.items()]
     if path is None and (split := names.split_experts(first.module)):
         return unstacked_pieces(read_experts(pairs, split, config, options), names)
     if len(pairs) > 1 or first.depth > 0:

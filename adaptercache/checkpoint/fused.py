@@ -60,8 +60,10 @@ def fused_pieces(form: str, weights: LoraWeights, names: BaseNames) -> list[Piec
     for fused, members in _FUSED.items():
         target = names.find(f"{parent}.{fused}")
         if target is not None and leaf in members:
-            rows = _member_rows(parent, names.module(target), members, names)
-            return [_part(form, weights, target, rows, members.index(leaf), names)]
+            module, index = names.module(target), members.index(leaf)
+            rows = _member_rows(parent, module, members, names)
+            _expect(form, weights, rows[index], module.shape[1])
+            return [Piece(target, weights, sum(rows[:index]))]
     return _expert_part(form, weights, names)
 
 
@@ -87,20 +89,6 @@ def _cut(form: str, weights: LoraWeights, targets: Sequence[str], names: BaseNam
         Piece(target, LoraWeights(weights.a, b, weights.scaling, weights.rank))
         for target, b in zip(targets, weights.b.split(rows), strict=True)
     ]
-
-
-def _part(
-    form: str,
-    weights: LoraWeights,
-    target: str,
-    rows: Sequence[int],
-    index: int,
-    names: BaseNames,
-    expert: int = 0,
-) -> Piece:
-    """A matrix that is apart onto its rows of a fused module."""
-    _expect(form, weights, rows[index], names.module(target).shape[-1])
-    return Piece(target, weights, sum(rows[:index]), expert)
 
 
 def _member_rows(
@@ -130,12 +118,12 @@ def _expert_part(form: str, weights: LoraWeights, names: BaseNames) -> list[Piec
     for target, module in names.stacked(parent).items():
         if target.rpartition(".")[2] != wanted or not number.isdecimal():
             continue
-        experts, height, _ = module.shape
+        experts, rows, columns = module.shape
         if int(number) >= experts or module.is_transposed:
             return []
-        rows = (height // 2,) * 2 if leaf in members else (height,)
-        index = members.index(leaf) if leaf in members else 0
-        return [_part(form, weights, target, rows, index, names, int(number))]
+        height = rows // 2 if leaf in members else rows
+        _expect(form, weights, height, columns)
+        return [Piece(target, weights, height if leaf == members[1] else 0, int(number))]
     return []
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from adaptercache.base_model import BaseModel, BaseModule
-from adaptercache.checkpoint.patterns import LONGEST_PATH
 from adaptercache.errors import AdapterInvalid
 
 __all__ = ["BaseCopy", "BaseNames", "LoraName", "canonical", "parse_name"]
 
+_LONGEST_NAME = 512
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ROOTS = frozenset({"model", "language_model", "text_model", "thinker", "backbone"})
 _LANGUAGE_PARTS = frozenset({"layers", "embed_tokens", "lm_head"})
@@ -63,12 +63,12 @@ def parse_name(name: str) -> LoraName | BaseCopy | None:
     Raises:
         AdapterInvalid: longer than any path of a module.
     """
-    if len(name) > LONGEST_PATH:
+    if len(name) > _LONGEST_NAME:
         raise AdapterInvalid(
             "a tensor's name is too long",
             where=f"{name[:80]}...",
             found=f"{len(name)} characters",
-            expected=f"at most {LONGEST_PATH}",
+            expected=f"at most {_LONGEST_NAME}",
         )
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while parts[:2] == ["base_model", "model"]:

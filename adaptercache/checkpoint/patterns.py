@@ -16,10 +16,10 @@ from typing import TypeAlias
 
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
-__all__ = ["LONGEST_PATH", "Pattern", "StepBudget"]
+__all__ = ["Pattern", "StepBudget"]
 
-LONGEST_PATH = 512
 _LONGEST_PATTERN = 1024
+_DEEPEST_GROUP = 32
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
 _ESCAPES = frozenset("dDsSwWbBAZnrtfv")
 
@@ -61,12 +61,12 @@ class Pattern:
             if len(key) > _LONGEST_PATTERN:
                 raise ValueError(f"{len(key)} characters, more than {_LONGEST_PATTERN}")
             self._compiled = re.compile(source)
+            is_simple = not set(key) & set("(|{?") and key.count("*") + key.count("+") <= 1
+            self._walk = None if is_simple else _Parser(source, self._where).parse()
         except (re.error, ValueError, OverflowError, RecursionError) as error:
             raise AdapterInvalid(
                 "not a regular expression", where=self._where, found=error
             ) from error
-        is_simple = not set(key) & set("(|{?") and key.count("*") + key.count("+") <= 1
-        self._walk = None if is_simple else _Parser(source, self._where).parse()
 
     def matches(self, path: str) -> bool:
         """What ``re.match(rf"(.*\\.)?({key})$", path)`` says of a path.
@@ -141,6 +141,7 @@ class _Parser:
     source: str
     where: str
     at: int = 0
+    depth: int = 0
 
     def parse(self) -> _Walk:
         branches = [self._parse_sequence()]
@@ -194,7 +195,11 @@ class _Parser:
     def _parse_group(self) -> _Walk:
         if self._take("?") and not self._take(":"):
             self._refuse(f"(?{self.source[self.at]}")
+        self.depth += 1
+        if self.depth > _DEEPEST_GROUP:
+            raise ValueError(f"groups more than {_DEEPEST_GROUP} deep")
         part = self.parse()
+        self.depth -= 1
         self._take(")")
         return part
 

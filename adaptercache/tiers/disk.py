@@ -3,7 +3,7 @@
     root/objects/<digest>/             adapter_config.json, the weight file, as published
                          /<layout digest>.safetensors        the packed file of a layout
     root/index/<hash of the id>.json   which content an id stood for, at which revision
-    root/tmp/                          what is being written; emptied at the start
+    root/tmp/<cache>/                  what a running cache is writing; removed when it has died
 
 A folder appears under ``objects`` by one rename, after its files were flushed to the device. Its
 name comes from the digest, never from an adapter's id.
@@ -11,6 +11,7 @@ name comes from the digest, never from an adapter's id.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -18,10 +19,13 @@ import shutil
 import tempfile
 import threading
 import uuid
+import weakref
+import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from cachetools import LRUCache
 from torch import Tensor
 
 from adaptercache.errors import LoadFailed
@@ -46,15 +50,23 @@ class DiskTier:
     """
 
     def __init__(self, root: str | os.PathLike[str] | None) -> None:
-        self._temporary_root = root is None
         self.root = Path(tempfile.mkdtemp(prefix="adaptercache-") if root is None else root)
-        self._objects, self._index, self._tmp = (
+        doomed = self.root if root is None else None
+        self._objects, self._index, all_tmp = (
             self.root / name for name in ("objects", "index", "tmp")
         )
-        shutil.rmtree(self._tmp, ignore_errors=True)
-        for folder in (self._objects, self._index, self._tmp):
+        for folder in (self._objects, self._index, all_tmp):
             folder.mkdir(parents=True, exist_ok=True)
+        with open(self.root / "lock", "w") as starting:
+            fcntl.flock(starting, fcntl.LOCK_EX)  # against another cache that starts here now
+            _remove_orphans(all_tmp)
+            self._tmp = all_tmp / uuid.uuid4().hex
+            self._tmp.mkdir()
+            alive = os.open(self._tmp, os.O_RDONLY)
+            fcntl.flock(alive, fcntl.LOCK_EX)  # dies with this process: see _remove_orphans
+        self._end = weakref.finalize(self, _remove, alive, doomed or self._tmp)
         self.changing = threading.Lock()
+        self._verified: LRUCache[tuple[int, int, int], None] = LRUCache(1 << 16)
         self._readers = ThreadPoolExecutor(READ_THREADS, "adaptercache-disk")
 
     def scan(self) -> list[tuple[Digest, int]]:
@@ -63,9 +75,10 @@ class DiskTier:
         for folder in self._objects.iterdir():
             try:
                 digest = bytes.fromhex(folder.name)
-            except ValueError:
-                continue
-            found.append((folder.stat().st_mtime_ns, digest, self._size(folder)))
+                if len(digest) == 32:
+                    found.append((folder.stat().st_mtime_ns, digest, self._size(folder)))
+            except (ValueError, FileNotFoundError, NotADirectoryError):
+                continue  # not ours, or another process has just deleted it
         return [(digest, size) for _, digest, size in sorted(found)]
 
     def size(self, digest: Digest) -> int:
@@ -97,15 +110,14 @@ class DiskTier:
     def publish(self, folder: Path, digest: Digest) -> None:
         """Make a finished folder the content of ``digest``. Call with ``changing`` held.
 
-        What is there already stays (it is the same content); packed files that it lacks are
-        added.
+        Where it is there already, its files are replaced, one by one: it is the same content, but
+        one of them may have been found broken.
         """
         _flush(folder)
         target = self.folder(digest)
         if target.is_dir():
             for file in folder.iterdir():
-                if not (target / file.name).exists():
-                    os.replace(file, target / file.name)
+                os.replace(file, target / file.name)
             _flush(target)
             self.discard(folder)
         else:
@@ -146,13 +158,27 @@ class DiskTier:
     def read_into(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
         """Read a packed file's vector into these tensors, with several threads.
 
+        The checksum is verified at the first read of a file by this process.
+
         Args:
             views: ``uint8 [n]``, together as long as the vector.
 
         Raises:
-            LoadFailed: the file ends early.
+            LoadFailed: the file ends early, or its bytes are not those that were written.
             OSError: it can't be read.
         """
+        self._read_pieces(packed, views)
+        info = os.stat(packed.path)
+        mark = (info.st_ino, info.st_mtime_ns, info.st_size)
+        if mark not in self._verified:
+            crc32 = 0
+            for view in views:
+                crc32 = zlib.crc32(bytes_of(view), crc32)
+            if crc32 != packed.crc32:
+                raise LoadFailed(f"the checksum of {packed.path} is wrong")
+            self._verified[mark] = None
+
+    def _read_pieces(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
         pieces: list[tuple[int, memoryview]] = []
         offset = packed.offset
         for view in views:
@@ -161,16 +187,35 @@ class DiskTier:
             offset += len(data)
         file = os.open(packed.path, os.O_RDONLY)
         try:
-            for _ in self._readers.map(lambda piece: _read(file, *piece), pieces):
-                pass
+            reads = [self._readers.submit(_read, file, *piece) for piece in pieces]
+            wait(reads)  # all of them, also after a failure: they write into the views
+            for read in reads:
+                read.result()
         finally:
             os.close(file)
 
     def close(self) -> None:
-        """Stop the readers; remove the directory if it was temporary."""
+        """Stop the readers; remove what is temporary."""
         self._readers.shutdown()
-        if self._temporary_root:
-            shutil.rmtree(self.root, ignore_errors=True)
+        self._end()
+
+
+def _remove(alive: int, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(alive)
+
+
+def _remove_orphans(all_tmp: Path) -> None:
+    """Remove what caches left that died: nobody holds the lock on their folder any more."""
+    for folder in all_tmp.iterdir():
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass  # it lives
+        finally:
+            os.close(handle)
 
 
 def _read(file: int, offset: int, into: memoryview) -> None:

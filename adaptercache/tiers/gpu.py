@@ -43,6 +43,7 @@ class GpuTier:
         self.streams = Streams(device)
         self._num_slots = num_slots
         self.stack: LoraStack | None = None
+        self._staging: Tensor | None = None
         self.restore()
 
     def restore(self) -> None:
@@ -70,7 +71,7 @@ class GpuTier:
     def drop(self) -> None:
         """Give the memory back. Nothing may be reading it."""
         self.stack = None
-        del self._staging
+        self._staging = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -82,26 +83,27 @@ class GpuTier:
         Args:
             pieces: the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
         """
-        assert self.stack is not None, "the arena was dropped"
+        assert self.stack is not None and self._staging is not None, "the arena was dropped"
         at = torch.tensor(pages, dtype=torch.int64).to(self.device)
         row = self.stack.row(spec, pages)
         staging = self._staging.view(torch.uint8).flatten()
-        page_bytes = staging.numel() // len(self._staging)
+        at_once = len(self._staging)
+        page_bytes = len(staging) // at_once
         with self.streams.copying():
             written = filled = 0
             for piece in _cut(pieces, len(staging)):
                 staging[filled : filled + len(piece)].copy_(piece, non_blocking=True)
                 filled += len(piece)
                 if filled == len(staging):
-                    self._scatter(at[written : written + len(self._staging)])
-                    written += len(self._staging)
+                    self._scatter(at[written : written + at_once])
+                    written += at_once
                     filled = 0
             self._scatter(at[written : written + -(-filled // page_bytes)])
             self.stack.table[slot].copy_(row, non_blocking=True)
 
     def _scatter(self, pages: Tensor) -> None:
         """The first pages of the staging buffer into these pages of the arena."""
-        assert self.stack is not None
+        assert self.stack is not None and self._staging is not None
         if len(pages):
             self.stack.arena.index_copy_(1, pages, self._staging[: len(pages)].transpose(0, 1))
 

@@ -102,6 +102,8 @@ class DirectorySource:
         folder = self._root.joinpath(*parts)
         try:
             is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
+        except ValueError:  # what no file can be called: a lone surrogate
+            is_folder = False
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise

@@ -29,6 +29,8 @@ from contextlib import contextmanager
 
 import torch
 
+from adaptercache.errors import CacheClosed
+
 __all__ = ["Streams"]
 
 
@@ -40,6 +42,7 @@ class Streams:
         self._ended = threading.Condition()
         self._open: set[int] = set()
         self._opened = 0
+        self._closed = False
         self._awaited = 0  # pages were given up while steps up to this one were open
         self._compute: torch.cuda.Stream | None = None
         self._fence: torch.cuda.Event | None = None
@@ -76,6 +79,12 @@ class Streams:
         elif self._compute != current:
             raise ValueError("all steps of a cache run on one compute stream")
 
+    def close(self) -> None:
+        """Movers that wait for a step to end wait no longer: `copying` raises CacheClosed."""
+        with self._ended:
+            self._closed = True
+            self._ended.notify_all()
+
     def gave_up(self) -> None:
         """Pages were freed that open steps may still read. Touches no CUDA."""
         with self._ended:
@@ -90,7 +99,9 @@ class Streams:
         ended, and at the end until the copies are done.
         """
         with self._ended:
-            self._ended.wait_for(lambda: all(number > self._awaited for number in self._open))
+            self._ended.wait_for(lambda: self._closed or self._may_write())
+            if self._closed:
+                raise CacheClosed()
             fence = self._fence
         if self._copy is None:
             yield
@@ -102,3 +113,6 @@ class Streams:
             done = torch.cuda.Event()
             done.record(self._copy)
         done.synchronize()
+
+    def _may_write(self) -> bool:
+        return all(number > self._awaited for number in self._open)

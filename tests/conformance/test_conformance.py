@@ -1,7 +1,7 @@
 """Real PEFT adapters on tiny models, and files made wrong: each must load exactly, or be refused.
 
-``cases/README.md`` says what a case holds. Golden deltas are read with the safetensors library and
-compared to the product of nothing but the reader.
+``README.md`` beside this says what a case holds. The golden deltas were made by PEFT, and are read
+with the safetensors library, not with ours.
 """
 
 from __future__ import annotations

@@ -42,12 +42,10 @@ def test_the_built_in_table_is_that_of_the_live_model(name: str) -> None:
     assert BaseModel.from_config(config_of(name)).modules == table_of(name).modules
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if config_of(n)["model_type"] not in BUILT_IN])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if config_of(n)["model_type"] not in BUILT_IN and "tf5" in n]
+)
 def test_transformers_lays_out_any_other_model(name: str) -> None:
-    if "tf5" not in name:
-        with pytest.raises(AdapterUnsupported):
-            BaseModel.from_config({"model_type": "no such model"})
-        return
     pytest.importorskip("transformers", minversion="5")
     assert BaseModel.from_config(config_of(name)).modules == table_of(name).modules
 
@@ -110,7 +108,7 @@ def test_a_missing_config_is_invalid(tmp_path: Path) -> None:
     [{}, {"kind": "linear"}, {"kind": "odd", "shape": [1, 2]}, {"kind": "linear", "out_in": [0]}],
 )
 def test_a_broken_table_entry_is_named(entry: dict[str, object]) -> None:
-    with pytest.raises(AdapterInvalid, match="a.b"):
+    with pytest.raises(AdapterInvalid, match=r"a\.b"):
         BaseModel.from_table({"a.b": entry})
 
 
@@ -160,8 +158,7 @@ def test_a_live_model_is_walked() -> None:
     )
 
 
-def test_importing_it_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, adaptercache.base_model as _; print({'torch', 'transformers'} & {*sys.modules})"
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_importing_it_does_not_load_transformers() -> None:
+    code = "import sys, adaptercache.base_model; sys.exit('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0

@@ -1,0 +1,53 @@
+"""`drop_gpu` and `restore`, out of the usual order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptercache import CacheClosed, Tier
+
+
+def test_a_cache_that_is_asleep_can_be_closed(tiny: Any) -> None:
+    with tiny.cache(tiny.source("a")) as cache:
+        tiny.load(cache, "a")
+        cache.drop_gpu()
+
+
+def test_dropping_twice_forgets_nothing(tiny: Any) -> None:
+    with tiny.cache(tiny.source("a")) as cache:
+        tiny.load(cache, "a")
+        cache.drop_gpu()
+        cache.drop_gpu()
+        cache.restore()
+        assert cache.resident(Tier.GPU) == {"a"}
+
+
+def test_restoring_a_closed_cache_takes_no_memory(tiny: Any) -> None:
+    cache = tiny.cache(tiny.source("a"))
+    cache.close()
+    with pytest.raises(CacheClosed):
+        cache.restore()
+    assert cache._gpu.stack is None
+
+
+def test_restore_ends_though_leases_took_all_slots_meanwhile(tiny: Any) -> None:
+    with tiny.cache(tiny.source("a", "b"), gpu_slots=1) as cache:
+        tiny.load(cache, "a")
+        cache.drop_gpu()
+        lease = cache.acquire("b")
+        ended = tiny.ends(cache.restore)
+        lease.release()
+        assert ended
+
+
+def test_restore_ends_though_an_adapter_was_removed_meanwhile(tiny: Any) -> None:
+    with tiny.cache() as cache:
+        cache.put("a", *tiny.tensors(1)).result(10)
+        cache.put("b", *tiny.tensors(2)).result(10)
+        tiny.load(cache, "a", "b")
+        cache.drop_gpu()
+        cache.remove("a")
+        cache.restore()
+        assert cache.resident(Tier.GPU) == {"b"}
