@@ -1,5 +1,7 @@
 """adaptercache: a tiered LoRA adapter cache and memory manager for LLM serving."""
 
+import logging
+
 from adaptercache.base_model import BaseModel
 from adaptercache.batch import Request
 from adaptercache.cache import AdapterCache
@@ -18,6 +20,8 @@ from adaptercache.lease import Admission, Lease
 from adaptercache.prefix import prefix_keys
 from adaptercache.stats import Stats, Tier
 from adaptercache.tiers.remote import DirectorySource, Source
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # what to print is yours to say
 
 __all__ = [
     "AdapterCache",

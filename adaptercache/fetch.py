@@ -130,6 +130,9 @@ class Fetcher:
             with self._claimed(nbytes + packed_size(self._layout, spec)):
                 self._publish(folder, key, checkpoint)
             return Fetched(key, checkpoint.digest, spec.elements, nbytes)
+        except AdapterInvalid as error:  # the temporary folder would tell nobody anything
+            error.where = error.where.replace(f"{folder}/", "")
+            raise
         finally:
             self._disk.discard(folder)
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import record
 import torch
 
+import record
 from adaptercache import AdapterCache, AdapterKey, BaseModel, Lease, LoraLayout, Request
 from adaptercache.testing import FakeSource, random_adapter
 

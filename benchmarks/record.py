@@ -57,7 +57,10 @@ def write(bench: str, cases: Mapping[str, Mapping[str, object]], *, on_gpu: bool
 def spread(seconds: list[float]) -> dict[str, float]:
     """Median and quartiles of durations, in µs."""
     low, median, high = statistics.quantiles(seconds, n=4)
-    return {name: round(s * 1e6, 2) for name, s in zip(("us", "p25", "p75"), (median, low, high))}
+    return {
+        name: round(s * 1e6, 2)
+        for name, s in zip(("us", "p25", "p75"), (median, low, high), strict=True)
+    }
 
 
 def time_each(act: Callable[[], object], after: Callable[[], object], times: int) -> list[float]:

@@ -12,7 +12,8 @@ releases. Sampled rows are checked against the adapters' own files.
 By default time is virtual and every load ends before the next decision, so that equal options and
 an equal --seed give equal requests and equal decisions: who is admitted when, into which slot,
 with which pages. The run prints their hash. With --real-time only the requests, the sampling and
-the inputs are equal. How long things take is measured in real time either way.
+the inputs are equal. How long things take is measured in real time either way, but by default
+loads wait for each other: take --real-time to see what an engine would see.
 
 The loop is in churn_engine.py, the check in churn_check.py, the requests in churn_workload.py.
 The exit code is 1 where rows are wrong, or where the default run evicts nothing.
@@ -34,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from adaptercache import AdapterCache, AdapterCacheError
 from churn_check import Checker
 from churn_engine import Engine
 from churn_library import Library, make_library, open_library
@@ -41,8 +44,6 @@ from churn_options import Sizes, parse, workload_of
 from churn_record import Frame, Record, summarise, table
 from churn_report import write_report
 from churn_workload import Lockstep, WallClock, changes, draw, fingerprint
-
-from adaptercache import AdapterCache, AdapterCacheError
 
 MIN_ROWS = 1000
 INTERRUPTED = 130  # the shell's code for Ctrl-C
@@ -119,6 +120,7 @@ def library_of(args: argparse.Namespace, stack: ExitStack) -> Library:
     if args.adapters is not None:
         return open_library(args.adapters, args.config)
     root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="adapter-churn-")))
+    print(f"making {args.count} adapters", flush=True)
     return make_library(root, args.count, args.seed)
 
 
@@ -156,7 +158,8 @@ def set_up(args: argparse.Namespace, stack: ExitStack) -> tuple[Engine, str]:
         device=device,
         seed=args.seed,
     )
-    return engine, f"{describe(library, sizes, layout.dtype)}; {device}"
+    time_is = "real" if args.real_time else "virtual"
+    return engine, f"{describe(library, sizes, layout.dtype)}; {device}, {time_is} time"
 
 
 def describe(library: Library, sizes: Sizes, dtype: str) -> str:

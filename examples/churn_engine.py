@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from churn_check import Checker
-from churn_kv import KVCache
-from churn_record import Frame, Record, Seen
-from churn_workload import Arrival, Pace
 from torch import Tensor
 
 from adaptercache import AdapterCache, Admission, Lease, Request, Tier
 from adaptercache.kernels import LoraBatch, add_lora
+from churn_check import Checker
+from churn_kv import KVCache
+from churn_record import Frame, Record, Seen
+from churn_workload import Arrival, Pace
 
 __all__ = ["Engine"]
 
@@ -167,9 +167,9 @@ class Engine:
         for request, error in admission.failed:
             del self._jobs[request.request_id]
             self.record.requests_failed += 1
-            self.record.failed[error.adapter_id or request.request_id] = (
-                f"{type(error).__name__}: {error}"
-            )
+            name = request.adapter_id or request.request_id
+            text = str(error).removeprefix(f"adapter {name!r}: ")
+            self.record.failed[name] = f"{type(error).__name__}: {text}"
         return admission
 
     def _start(self, admission: Admission) -> None:

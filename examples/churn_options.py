@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from adaptercache import KVLayout, LoraLayout
 from churn_check import LIMITS
 from churn_library import Library
 from churn_workload import Workload
-
-from adaptercache import KVLayout, LoraLayout
 
 __all__ = ["Sizes", "parse", "workload_of"]
 

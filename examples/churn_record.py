@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from churn_check import Checker
-
 from adaptercache import Stats, Tier
+from churn_check import Checker
 
 __all__ = ["TIERS", "Frame", "Record", "Seen", "summarise", "table"]
 
@@ -95,7 +94,6 @@ def summarise(record: Record, stats: Stats, checker: Checker) -> dict[str, Any]:
     for (tier, reason), count in sorted(stats.evictions.items(), key=str):
         evicted.setdefault(tier.value, {})[reason] = count
     every_ready = [s for values in record.ready_s.values() for s in values]
-    peak = min(record.frames, key=lambda f: (f.free_pages, -f.kv_pages), default=None)
     return {
         "requests": {"served": record.served, "failed": record.requests_failed},
         "found_in": {tier: found[tier] for tier in TIERS},
@@ -110,12 +108,7 @@ def summarise(record: Record, stats: Stats, checker: Checker) -> dict[str, Any]:
                 tier: quantiles_ms(record.ready_s[tier]) for tier in TIERS if tier in record.ready_s
             },
         },
-        "pages_at_peak": {
-            "adapter": peak.adapter_pages if peak else 0,
-            "kv": peak.kv_pages if peak else 0,
-            "idle_kv": peak.idle_kv_pages if peak else 0,
-            "free": peak.free_pages if peak else 0,
-        },
+        "pages_at_peak": _pages_at_peak(record.frames),
         "kv": {"returned": record.kv_pages_returned, "damaged": record.kv_blocks_damaged},
         "throughput": {
             "wall_s": round(record.wall_s, 2),
@@ -136,6 +129,13 @@ def summarise(record: Record, stats: Stats, checker: Checker) -> dict[str, Any]:
     }
 
 
+def _pages_at_peak(frames: Sequence[Frame]) -> dict[str, int]:
+    """When the fewest pages were free, and of these moments the one with most KV."""
+    peak = min(frames, key=lambda f: (f.free_pages, -f.kv_pages), default=None)
+    fields = ("adapter_pages", "kv_pages", "idle_kv_pages", "free_pages")
+    return {name.removesuffix("_pages"): getattr(peak, name, 0) for name in fields}
+
+
 def _loads(stats: Stats) -> dict[str, dict[str, int]]:
     hops: dict[str, dict[str, int]] = {}
     for source, to in zip(("remote", "disk", "host"), ("disk", "host", "gpu"), strict=True):
@@ -150,52 +150,48 @@ def _loads(stats: Stats) -> dict[str, dict[str, int]]:
 
 def table(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The summary as rows of a label and a text."""
-    ready, check, rate = summary["ready_ms"], summary["check"], summary["throughput"]
-    peak, limits = summary["pages_at_peak"], summary["check"]["limits"]
-    failed = summary["requests"]["failed"]
-    rows = [
-        ("requests", f"{summary['requests']['served']} served, {failed} failed"),
+    served, kv, rate = summary["requests"], summary["kv"], summary["throughput"]
+    speed = f"{rate['requests_per_s']:.1f} requests/s, {rate['tokens_per_s']:.0f} tokens/s"
+    admit_ms, step_ms = rate["admit_ms"]["p50"], rate["step_ms"]["p50"]
+    return [
+        ("requests", f"{served['served']} served, {served['failed']} failed"),
         ("adapter found in", _shares(summary["hit_rate"])),
-    ]
-    for hop, load in summary["loads"].items():
-        failures = f", {load['failed']} failed" if load["failed"] else ""
-        rows.append((f"loads {hop}", f"{load['loads']}, {load['bytes'] / 2**20:.1f} MiB{failures}"))
-    for tier in TIERS[:3]:
-        by_reason = summary["evictions"].get(tier, {})
-        why = f" ({_counts(by_reason)})" if by_reason else ""
-        rows.append((f"evictions from {tier}", f"{sum(by_reason.values())}{why}"))
-    rows += [
+        *_moved(summary),
         ("deferrals", _counts(summary["deferrals"]) or "none"),
         *(
             (f"time to ready, {tier}", f"p50 {ms['p50']:.1f} ms, p99 {ms['p99']:.1f} ms")
-            for tier, ms in ready.items()
+            for tier, ms in summary["ready_ms"].items()
         ),
-        ("pages at peak", _counts(peak)),
-        (
-            "KV pages",
-            f"{summary['kv']['returned']} idle ones given back, {summary['kv']['damaged']} damaged",
-        ),
-        (
-            "throughput",
-            f"{rate['requests_per_s']:.1f} requests/s, {rate['tokens_per_s']:.0f} "
-            f"tokens/s, {rate['steps']} steps in {rate['wall_s']:.1f} s",
-        ),
-        (
-            "step, admit in it",
-            f"p50 {rate['step_ms']['p50']:.1f} ms, {rate['admit_ms']['p50']:.2f} ms",
-        ),
-        ("rows checked", f"{check['rows']}"),
-        ("error, RMS", f"{check['rms']:.2e} of {limits[0]:.0e} allowed"),
-        ("error, largest", f"{check['largest']:.2e} of {limits[1]:.0e} allowed"),
+        ("pages at peak", _counts(summary["pages_at_peak"])),
+        ("KV pages", f"{kv['returned']} idle ones given back, {kv['damaged']} damaged"),
+        ("throughput", f"{speed}, {rate['steps']} steps in {rate['wall_s']:.1f} s"),
+        ("step, admit in it", f"p50 {step_ms:.1f} ms, {admit_ms:.2f} ms"),
+        *_checked(summary["check"]),
         ("requests drawn", summary["workload"]),
         ("decisions", summary["decisions"] or "not repeatable in real time"),
+        *(
+            (f"refused {name}", error if len(error) <= 120 else f"{error[:119]}…")
+            for name, error in sorted(summary["failed_adapters"].items())
+        ),
     ]
+
+
+def _moved(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for hop, load in summary["loads"].items():
+        failures = f", {load['failed']} failed" if load["failed"] else ""
+        yield f"loads {hop}", f"{load['loads']}, {load['bytes'] / 2**20:.1f} MiB{failures}"
+    for tier in TIERS[:3]:
+        by_reason = summary["evictions"].get(tier, {})
+        why = f" ({_counts(by_reason)})" if by_reason else ""
+        yield f"evictions from {tier}", f"{sum(by_reason.values())}{why}"
+
+
+def _checked(check: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "rows checked", str(check["rows"])
+    for name, limit in zip(("rms", "largest"), check["limits"], strict=True):
+        yield f"error, {name}", f"{check[name]:.2e} of {limit:.0e} allowed"
     if check["unchecked"]:
-        rows.append(("not checked", ", ".join(check["unchecked"]) + ": not in PEFT's plain names"))
-    rows += [
-        (f"refused {name}", error) for name, error in sorted(summary["failed_adapters"].items())
-    ]
-    return rows
+        yield "not checked", f"{', '.join(check['unchecked'])}: names other than PEFT's plain ones"
 
 
 def _shares(rates: Mapping[str, float]) -> str:

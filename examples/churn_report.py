@@ -15,6 +15,31 @@ __all__ = ["write_report"]
 WINDOW = 60  # requests that a hit rate is taken over
 TIER_NAMES = {"gpu": "GPU", "host": "CPU memory", "disk": "disk", "remote": "source"}
 
+# Label, colour, and the field of a frame.
+PAGES = (
+    ("adapters", "gpu", "adapter_pages"),
+    ("KV, running", "kv", "kv_pages"),
+    ("KV, idle", "idle", "idle_kv_pages"),
+    ("free", "free", "free_pages"),
+)
+LINES = (
+    (
+        "Adapters resident",
+        "whole copies in each tier",
+        (("GPU", "gpu", "gpu_adapters"), ("CPU memory", "host", "host_adapters")),
+    ),
+    (
+        "Evictions",
+        "since the start; pages are taken for other adapters and for KV",
+        (("from the GPU", "gpu", "gpu_evictions"), ("from CPU memory", "host", "host_evictions")),
+    ),
+    (
+        "Requests",
+        "in the batch, and in the queue after each step",
+        (("running", "kv", "running"), ("waiting", "disk", "waiting")),
+    ),
+)
+
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #16191d; --soft: #5d6570;
   --line: #dfe3e8; --good: #15803d; --bad: #b91c1c; --gpu: #2563eb; --host: #0d9488;
@@ -38,7 +63,8 @@ p { color: var(--soft); }
 .charts { grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
 .tiles div, figure, section { background: var(--card); border: 1px solid var(--line);
   border-radius: 10px; padding: 14px 16px; }
-.tiles b { display: block; font-size: 22px; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.tiles b { display: block; font-size: 22px; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
 .tiles span, figure p, .legend, td:first-child { color: var(--soft); font-size: 13px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 6px 0; min-height: 20px; }
 .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 3px;
@@ -51,7 +77,8 @@ svg text { fill: var(--soft); font-size: 11.5px; font-variant-numeric: tabular-n
 .line { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; }
 .band { fill: var(--c); stroke: var(--card); stroke-width: .75; }
 section { margin-top: 16px; overflow-x: auto; }
-table { border-collapse: collapse; margin-top: 6px; width: 100%; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin-top: 6px; width: 100%;
+  font-variant-numeric: tabular-nums; }
 td { padding: 3px 0; vertical-align: top; border-top: 1px solid var(--line); }
 td:first-child { width: 230px; padding-right: 24px; }
 """
@@ -117,67 +144,40 @@ def _tiles(summary: Mapping[str, Any]) -> str:
 
 
 def _charts(record: Record, marks: Sequence[Mark]) -> list[str]:
-    frames = record.frames
-
-    def over_time(label: str, color: str, field: str) -> Series:
-        return Series(label, color, [(f.at_s, float(getattr(f, field))) for f in frames])
-
-    when = "seconds of the workload; dotted: popularity changes"
-    if not frames or not record.seen:
+    if not record.frames or not record.seen:
         return []
-    return [
-        area_chart(
-            "Where adapters were when their requests came",
-            _hit_rates(record),
-            note=f"share of the last {WINDOW} requests; {when}",
-            y_text=lambda share: f"{share:.0%}",
-            marks=marks,
-        ),
-        line_chart(
-            "Time to ready",
-            _ready(record),
-            note="share of requests admitted within a time, by where the adapter was at arrival",
-            x_text=_duration,
-            y_text=lambda share: f"{share:.0%}",
-            y_max=1.0,
-            is_log=True,
-        ),
-        area_chart(
-            "Pages of the GPU arena",
-            [
-                over_time("adapters", "gpu", "adapter_pages"),
-                over_time("KV, running", "kv", "kv_pages"),
-                over_time("KV, idle", "idle", "idle_kv_pages"),
-                over_time("free", "free", "free_pages"),
-            ],
-            note="adapters and KV share them",
-            marks=marks,
-        ),
-        line_chart(
-            "Adapters resident",
-            [
-                over_time("GPU", "gpu", "gpu_adapters"),
-                over_time("CPU memory", "host", "host_adapters"),
-            ],
-            note="whole copies in each tier",
-            marks=marks,
-        ),
-        line_chart(
-            "Evictions",
-            [
-                over_time("from the GPU", "gpu", "gpu_evictions"),
-                over_time("from CPU memory", "host", "host_evictions"),
-            ],
-            note="since the start; pages are taken for other adapters and for KV",
-            marks=marks,
-        ),
-        line_chart(
-            "Requests",
-            [over_time("running", "kv", "running"), over_time("waiting", "disk", "waiting")],
-            note="in the batch, and in the queue after each step",
-            marks=marks,
-        ),
+    hit_rates = area_chart(
+        "Where adapters were when their requests came",
+        _hit_rates(record),
+        note=f"share of the last {WINDOW} requests; seconds of the workload; "
+        "dotted: popularity changes",
+        y_text=lambda share: f"{share:.0%}",
+        marks=marks,
+    )
+    ready = line_chart(
+        "Time to ready",
+        _ready(record),
+        note="share of requests admitted within a time, by where the adapter was at arrival",
+        x_text=_duration,
+        y_text=lambda share: f"{share:.0%}",
+        y_max=1.0,
+        is_log=True,
+    )
+    pages = area_chart(
+        "Pages of the GPU arena",
+        [_over_time(record, *band) for band in PAGES],
+        note="adapters and KV share them",
+        marks=marks,
+    )
+    lines = [
+        line_chart(title, [_over_time(record, *line) for line in lines], note=note, marks=marks)
+        for title, note, lines in LINES
     ]
+    return [hit_rates, ready, pages, *lines]
+
+
+def _over_time(record: Record, label: str, color: str, field: str) -> Series:
+    return Series(label, color, [(f.at_s, float(getattr(f, field))) for f in record.frames])
 
 
 def _hit_rates(record: Record) -> list[Series]:

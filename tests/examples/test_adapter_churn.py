@@ -29,8 +29,8 @@ SAVED_BY_PEFT = [
     *("rslora_patterns_p0.20.0", "patterns_caret_p0.20.0", "all_linear_p0.20.0"),
     *("float_alpha_p0.20.0", "bf16_p0.20.0", "mixed_dtype_p0.20.0", "layers_to_transform_p0.20.0"),
 ]
-SMALL = ["--device", "cpu", "--count", "12", "--requests", "60", "--gpu-mib", "30"]
-SMALL += ["--host-mib", "14", "--drift-every", "20"]
+SMALL = ["--device", "cpu", "--count", "10", "--requests", "50", "--gpu-mib", "30"]
+SMALL += ["--host-mib", "14", "--drift-every", "15"]
 
 
 def command(*options: str) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_small_run_evicts_checks_and_reports(tmp_path: Path) -> None:
     assert done.stdout.startswith("device: cpu")
     for label in ("adapter found in", "evictions from gpu", "deferrals", "time to ready, all"):
         assert re.search(rf"^{label} +\S", done.stdout, re.MULTILINE)
-    assert numbers["requests"] == {"served": 60, "failed": 0}
+    assert numbers["requests"] == {"served": 50, "failed": 0}
     assert numbers["complaints"] == []
     assert sum(numbers["evictions"]["gpu"].values()) > 0
     assert sum(numbers["evictions"]["host"].values()) > 0
@@ -85,14 +85,33 @@ def test_a_small_run_evicts_checks_and_reports(tmp_path: Path) -> None:
 
 
 def test_equal_seeds_give_equal_requests_and_decisions(tmp_path: Path) -> None:
-    runs = [
-        churn(tmp_path / str(n), *SMALL, "--requests", "40", "--seed", seed)[1]
-        for n, seed in enumerate("778")
-    ]
-    named = [(run["workload"], run["decisions"], run["evictions"]) for run in runs]
-    assert named[0] == named[1]
-    assert named[0][0] != named[2][0]
-    assert named[0][1] != named[2][1]
+    runs = [churn(tmp_path / str(n), *SMALL, "--requests", "30")[1] for n in range(2)]
+    for name in ("workload", "decisions", "evictions", "loads", "found_in", "deferrals", "check"):
+        assert runs[0][name] == runs[1][name], name
+
+
+def test_requests_follow_the_seed_and_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from churn_workload import Workload, changes, draw, fingerprint
+
+    ids = [f"a{n}" for n in range(200)]
+    hashes = {fingerprint(draw(Workload(seed=seed), ids)) for seed in (1, 1, 2)}
+    assert len(hashes) == 2
+    drawn = draw(Workload("slora", requests=20_000, alpha=0.3, rate=50, cv=3, base_share=0), ids)
+    # PEERS c.1: with alpha 0.3 and 200 adapters the first has a share of 20.4 %.
+    share = sum(arrival.adapter_id == "a0" for arrival in drawn) / len(drawn)
+    assert share == pytest.approx(0.204, abs=0.015)
+    gaps = torch.tensor([arrival.at_s for arrival in drawn], dtype=torch.float64).diff()
+    assert float(gaps.mean()) == pytest.approx(1 / 50, rel=0.1)
+    assert float(gaps.std() / gaps.mean()) == pytest.approx(3, rel=0.1)
+    drifting = Workload("zipf", requests=1000, drift_every=500, zipf=1.5, base_share=0)
+    drawn = draw(drifting, ids)
+    first, second = (
+        max(ids, key=[arrival.adapter_id for arrival in half].count)
+        for half in (drawn[:500], drawn[500:])
+    )
+    assert first != second
+    assert changes(drifting, drawn) == [(drawn[500].at_s, "popularity is dealt out anew")]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -104,7 +123,7 @@ def test_adapters_saved_by_peft_are_served_and_others_refused(tmp_path: Path, dt
     (adapters / "README.md").write_text("skipped")
     own = ("--adapters", str(adapters), "--config", str(TINY_LLAMA))
     done, numbers = churn(
-        *(tmp_path, "--device", "cpu", *own, "--requests", "200", "--workload", "slora"),
+        *(tmp_path, "--device", "cpu", *own, "--requests", "100", "--workload", "slora"),
         *("--alpha", "1", "--dtype", dtype),
     )
     assert done.returncode == 0, done.stderr
@@ -114,10 +133,10 @@ def test_adapters_saved_by_peft_are_served_and_others_refused(tmp_path: Path, dt
     assert refused["d_truncated"].startswith("AdapterInvalid: ")
     assert "refused d_truncated" in done.stdout
     served, failed = numbers["requests"]["served"], numbers["requests"]["failed"]
-    assert served + failed == 200
+    assert served + failed == 100
     assert served > failed > 0
     assert numbers["check"]["unchecked"] == []
-    assert numbers["check"]["rows"] > 500
+    assert numbers["check"]["rows"] > 200
 
 
 def test_metrics_are_served_and_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
@@ -198,7 +217,7 @@ def rows(tmp_path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_right_row_passes_the_check(check: Any, tmp_path: Path, rows: Any) -> None:
     x, right = rows
-    checker = check.Checker(tmp_path, [PATH, OTHER], "bfloat16")
+    checker = check.Checker(tmp_path, BaseModel.from_config(TINY_LLAMA).modules, "bfloat16")
     checker.check("a", x, {PATH: right, OTHER: torch.zeros(16)})
     checker.check(None, x, {PATH: torch.zeros(32)})
     assert checker.is_within_limits
@@ -209,23 +228,29 @@ def test_a_right_row_passes_the_check(check: Any, tmp_path: Path, rows: Any) -> 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda row: row * 1.02,
         lambda row: torch.zeros_like(row),
         lambda row: row.roll(1),
         lambda row: torch.full_like(row, float("nan")),
         lambda row: torch.where(torch.arange(len(row)) == 7, row + 1, row),
     ],
-    ids=["scaled", "missing", "rolled", "nan", "one element"],
+    ids=["missing", "rolled", "nan", "one element"],
 )
-def test_a_wrong_row_among_a_thousand_right_ones_fails_the_check(
+def test_one_wrong_row_among_many_right_ones_fails_the_check(
     check: Any, tmp_path: Path, rows: Any, wrong: Any
 ) -> None:
     x, right = rows
-    checker = check.Checker(tmp_path, [PATH], "bfloat16")
-    for _ in range(0 if wrong(right).allclose(right, rtol=0.05) else 1000):
+    checker = check.Checker(tmp_path, BaseModel.from_config(TINY_LLAMA).modules, "bfloat16")
+    for _ in range(200):
         checker.check("a", x, {PATH: right})
     assert checker.is_within_limits
     checker.check("a", x, {PATH: wrong(right)})
+    assert not checker.is_within_limits
+
+
+def test_a_wrong_scaling_fails_the_check(check: Any, tmp_path: Path, rows: Any) -> None:
+    x, right = rows
+    checker = check.Checker(tmp_path, BaseModel.from_config(TINY_LLAMA).modules, "bfloat16")
+    checker.check("a", x, {PATH: right * 1.02})
     assert not checker.is_within_limits
 
 
@@ -234,6 +259,6 @@ def test_a_term_where_there_is_no_adapter_fails_the_check(
     check: Any, tmp_path: Path, rows: Any, adapter_id: str | None
 ) -> None:
     x, _ = rows
-    checker = check.Checker(tmp_path, [PATH, OTHER], "bfloat16")
+    checker = check.Checker(tmp_path, BaseModel.from_config(TINY_LLAMA).modules, "bfloat16")
     checker.check(adapter_id, x, {OTHER: torch.full((16,), 1e-6)})
     assert not checker.is_within_limits

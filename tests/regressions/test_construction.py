@@ -26,7 +26,9 @@ def test_a_source_that_is_refused_leaves_no_temporary_folder(tiny: Any, temporar
 
 
 @pytest.mark.parametrize(
-    "budget", [{"host_bytes": 4095}, {"gpu_slots": 0}, {"disk_bytes": 0}], ids=lambda b: next(iter(b))
+    "budget",
+    [{"host_bytes": 4095}, {"gpu_slots": 0}, {"disk_bytes": 0}],
+    ids=lambda b: next(iter(b)),
 )
 def test_a_budget_that_holds_nothing_is_refused(tiny: Any, budget: dict[str, int]) -> None:
     with pytest.raises((CapacityError, ValueError)):
