@@ -263,8 +263,8 @@ class AdapterCache:
     def restore(self) -> None:
         """Bring arena and adapters back, byte for byte, at new addresses; waits for them. CUDA
         graphs that read the old addresses must be captured again."""
-        asleep, self._asleep = self._asleep, frozenset()
-        wake_up(self._parts, asleep)
+        wake_up(self._parts, self._asleep)
+        self._asleep = frozenset()
 
     # -- the end
 

@@ -79,8 +79,13 @@ class Deciding:
             return
         with self.lock:
             acts, self._ledger.outbox = self._ledger.outbox, []
-        for act in acts:
+        interrupt: BaseException | None = None
+        for act in acts:  # each is somebody's own: none keeps the next from being run
             try:
                 act()
-            except BaseException:  # each is somebody's own: none keeps the next from being run
+            except KeyboardInterrupt as caught:
+                interrupt = caught
+            except BaseException:
                 complain("a hook, or a handler of logging, failed")
+        if interrupt is not None:
+            raise interrupt

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 
@@ -171,14 +171,11 @@ class Leasing:
 
     def _take_back_abandoned(self) -> None:
         while (grant := self._abandoned.get()) is not None:
-            self._ledger.outbox.append(
-                partial(
-                    log.warning,
-                    "a lease was dropped unreleased",
-                    extra={"adapter_id": grant.adapter_id},
-                )
-            )
-            self.take_back(grant)
+            fields = {"adapter_id": grant.adapter_id}
+            line = partial(log.warning, "a lease was dropped unreleased", extra=fields)
+            with suppress(BaseException), self._deciding.freeing():
+                self._ledger.release(grant)
+                self._ledger.outbox.append(line)
 
     def close(self) -> None:
         """Stop the thread. Without the lock."""

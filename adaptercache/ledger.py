@@ -18,7 +18,6 @@ from adaptercache.batch import Standing
 from adaptercache.catalog import Catalog, Failures, Known
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import AdapterKey, Digest
-from adaptercache.pages import Owner
 from adaptercache.residency import Copy, Residency, State
 from adaptercache.stats import Counters, Tier
 from adaptercache.waiting import Grant, WaitingList
@@ -57,8 +56,6 @@ class Ledger:
         self.waiting = WaitingList()
         self.counters = Counters()
         self.gpu_up = True
-        self.draining: set[Digest] = set()
-        """Adapters that get no new leases, so that the first in line finds room at last."""
         self.outbox: list[Callable[[], None]] = []
         self.on_evict: Callable[[Tier, Digest], None] | None = None
         self.itemsize = itemsize
@@ -70,7 +67,7 @@ class Ledger:
         known = self.catalog.get(adapter_id)
         digest = known.digest if known is not None else None
         if digest is not None and (copy := self.gpu.get(digest)) is not None:
-            if digest in self.draining:
+            if digest in self.waiting.draining:
                 return Standing(digest, reason="room")
             return Standing(digest, ready=self.gpu_up and copy.state is State.RESIDENT)
         return Standing(digest, error=self.failures.get(adapter_id, self.clock()))
@@ -148,7 +145,9 @@ class Ledger:
         """Serve a lease if its adapter is on the GPU."""
         known = self.catalog.get(grant.adapter_id)
         copy = self.gpu.resident(known.digest) if known is not None else None
-        if known is None or copy is None or not self.gpu_up or known.digest in self.draining:
+        if known is None or copy is None or not self.gpu_up:
+            return False
+        if known.digest in self.waiting.draining:
             return False
         self.gpu.lease(copy)
         self.waiting.used(grant.adapter_id)
@@ -156,6 +155,13 @@ class Ledger:
         grant.slot = copy.place.slot
         grant.key = AdapterKey(grant.adapter_id, known.revision)  # last: it is ready from now on
         return True
+
+    def stop_draining(self) -> None:
+        """Whoever met an adapter that was kept from new leases may have it now."""
+        drained, self.waiting.draining = self.waiting.draining, set()
+        for digest in drained:
+            for adapter_id in self.catalog.ids_of(digest):
+                self.settle(adapter_id)
 
     def fail(self, grant: Grant, error: AdapterCacheError) -> None:
         """A lease gets an error of its own."""
@@ -262,26 +268,6 @@ class Ledger:
             self.disk.resize(copy, nbytes)
 
     # -- what goes
-
-    def put_gpu_to_sleep(self) -> None:
-        """Nothing is leased and nothing goes up until ``gpu_up`` is set again.
-
-        Raises:
-            AdapterCacheError: something is held; nothing has changed.
-        """
-        leased = sum(1 for copy in self.gpu if copy.leases)
-        kv_pages = self.gpu.pages.count(Owner.KV)
-        if leased or kv_pages:
-            raise AdapterCacheError(
-                f"the GPU is in use: {leased} adapters are leased, {kv_pages} KV pages allocated"
-            )
-        self.gpu_up = False
-
-    def clear_gpu(self) -> bool:
-        """Forget what is on the GPU; False while a load is still on its way there."""
-        for copy in list(self.gpu.coldest()):
-            self.evict(Tier.GPU, copy.digest, "dropped")
-        return len(self.gpu) == 0
 
     def evict(self, tier: Tier, digest: Digest, reason: str) -> None:
         """Forget an idle copy."""

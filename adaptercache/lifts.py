@@ -61,14 +61,15 @@ class Lifts:
         """
         ledger, gpu = self._ledger, self._ledger.gpu
         line = self._line(Tier.GPU, waiting)
-        cold = [known for known, _ in line if gpu.get(known.digest) is None]
+        cold = [(known, hint) for known, hint in line if gpu.get(known.digest) is None]
         if not cold or not ledger.gpu_up:
             return NOTHING
         promised = ledger.waiting.kv_promised if kv_promised is None else kv_promised
         free = gpu.adapter_room(ledger.waiting.kv_pages) - promised
         if not gpu.num_idle and (free < 1 or not gpu.slots.num_free):  # full of what is in use
-            short = gpu.shape.pages_for(cold[0].elements) - free if free < 1 else 0
-            return Placement((), (), tuple(known.digest for known in cold), max(0, short))
+            short = gpu.shape.pages_for(cold[0][0].elements) - free if free < 1 else 0
+            refused = tuple(known.digest for known, hint in cold if not hint)
+            return Placement((), (), refused, max(0, short) if refused else 0)
         wants = [Want(digest, 0, False) for digest in admitted]
         for known, hint in line:
             ready = ledger.host.resident(known.digest) is not None
@@ -89,14 +90,14 @@ class Lifts:
         ledger, waiting = self._ledger, self._ledger.waiting
         if refused != waiting.refused:
             waiting.refused, waiting.bypasses = refused, 0
-            ledger.draining.clear()
-        if refused is None or waiting.bypasses < MAX_BYPASSES or ledger.draining:
+            ledger.stop_draining()
+        if refused is None or waiting.bypasses < MAX_BYPASSES or waiting.draining:
             return
         known = next(known for known, _ in self._line(Tier.GPU) if known.digest == refused)
         missing = ledger.gpu.shape.pages_for(known.elements) - ledger.gpu.pages.num_free
         for copy in sorted(ledger.gpu, key=lambda copy: copy.leases):
             if copy.leases:
-                ledger.draining.add(copy.digest)
+                waiting.draining.add(copy.digest)
                 missing -= copy.size
                 if missing <= 0:
                     break

@@ -154,7 +154,8 @@ class Movers:
                 self._begin(job)
             self._do(job)
             del job
-            self._tell()
+            with suppress(BaseException):  # a hook's sys.exit ends no mover
+                self._tell()
 
     def _next(self, hop: Hop) -> Job | None:
         for queue in (self._demands[hop], self._hints[hop]):

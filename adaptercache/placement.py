@@ -43,8 +43,8 @@ class Want:
 class Placement:
     """What `place` found.
 
-    ``no_room`` holds the wants that room was refused to, in order; ``short`` says how many units
-    more the first of them needs (0 where a slot is what it lacks).
+    ``no_room`` holds the wants, but for hints, that room was refused to, in order; ``short`` says
+    how many units more the first of them needs (0 where a slot is what it lacks).
     """
 
     loads: tuple[Want, ...]
@@ -93,6 +93,7 @@ class _Walk:
         self.evicted: dict[Digest, None] = {}
         self.loads: list[Want] = []
         self.no_room: dict[Digest, None] = {}
+        self._hints_find_none = False
         self.short = 0
 
     def place_resident(self, copy: Copy[Any]) -> None:
@@ -119,14 +120,14 @@ class _Walk:
 
     def place_hint(self, want: Want) -> None:
         self._pass_by(want.digest)
-        if self.no_room or not want.ready:
+        if self.no_room or self._hints_find_none or not want.ready:
             return
         unwanted = (c for c in self._tier.coldest() if not self._is_wanted(c.digest))
         victims = self._enough(want, unwanted)
         if self._fits(want, victims):
             self._take(want, victims)
         else:
-            self.no_room[want.digest] = None  # the hints behind it would find no more
+            self._hints_find_none = True
 
     def _pass_by(self, digest: Digest) -> None:
         self._behind.pop(digest, None)

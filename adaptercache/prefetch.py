@@ -74,11 +74,11 @@ class Lifter:
         self.lift_to_host()
         placement = self._lifts.place_on_gpu()
         waiting.starved = bool(placement.no_room)
-        self._lifts.be_fair(placement.no_room[0] if placement.no_room else None)
         if placement.loads:
             loads = self._lifts.number(placement)
             self._lifts.apply(Decision(evictions=placement.evictions, loads=loads))
             self.copy(loads)
+        self._lifts.be_fair(placement.no_room[0] if placement.no_room else None)
 
     def lift_to_host(self) -> None:
         """The same, as far as CPU memory."""
@@ -224,7 +224,7 @@ class Lifter:
     def _not_read(self, digest: Digest, caught: BaseException, seconds: float) -> None:
         """Drop the copy on disk, so that it is fetched again: the first time at once, and while
         those who wait go on waiting; if it fails again, after a back-off."""
-        if isinstance(caught, CapacityError):  # CPU memory was refused; the disk is not to blame
+        if isinstance(caught, (CapacityError, CacheClosed)):  # the disk is not to blame
             self._ledger.host_failed(digest)
             self._journal.failed(Hop.READ, self._ledger.catalog.ids_of(digest), caught, seconds)
             return

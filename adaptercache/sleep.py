@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterable
 
 from adaptercache.assembly import Parts
+from adaptercache.errors import AdapterCacheError
+from adaptercache.ledger import Ledger
+from adaptercache.pages import Owner
 from adaptercache.snapshot import resident_ids
 from adaptercache.stats import Tier
 
@@ -22,22 +25,41 @@ def fall_asleep(parts: Parts) -> frozenset[str]:
     with parts.deciding:
         parts.deciding.check_open()
         were_there = resident_ids(parts.ledger, Tier.GPU)
-        parts.ledger.put_gpu_to_sleep()
-        is_clear = parts.ledger.clear_gpu()
+        _check_unused(parts.ledger)
+        parts.ledger.gpu_up = False
+        is_clear = _clear(parts.ledger)
     while not is_clear:
         time.sleep(POLL_S)
         with parts.deciding:
-            is_clear = parts.ledger.clear_gpu()
+            is_clear = _clear(parts.ledger)
     parts.gpu.drop()
     return were_there
+
+
+def _check_unused(ledger: Ledger) -> None:
+    leased = sum(1 for copy in ledger.gpu if copy.leases)
+    kv_pages = ledger.gpu.pages.count(Owner.KV)
+    if leased or kv_pages:
+        raise AdapterCacheError(
+            f"the GPU is in use: {leased} adapters are leased, {kv_pages} KV pages allocated"
+        )
+
+
+def _clear(ledger: Ledger) -> bool:
+    """Forget what is on the GPU; False while a load is still on its way there."""
+    for copy in list(ledger.gpu.coldest()):
+        ledger.evict(Tier.GPU, copy.digest, "dropped")
+    return len(ledger.gpu) == 0
 
 
 def wake_up(parts: Parts, adapter_ids: Iterable[str]) -> None:
     """Allocate the arena again, and load these adapters as far as they are still known and find
     room beside those that were asked for meanwhile. Waits for that."""
+    with parts.deciding.lock:
+        parts.deciding.check_open()
+    parts.gpu.restore()
     with parts.deciding:
         parts.deciding.check_open()
-        parts.gpu.restore()
         parts.ledger.gpu_up = True
         known = [adapter_id for adapter_id in adapter_ids if parts.ledger.catalog.get(adapter_id)]
     leases = [parts.leasing.acquire(adapter_id) for adapter_id in known]

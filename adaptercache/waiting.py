@@ -60,17 +60,19 @@ class WaitingList:
         """The adapter that is first in line for room, and found none when last looked at."""
         self.bypasses = 0
         """How often others were served since."""
+        self.draining: set[Digest] = set()
+        """Adapters that get no new leases, so that the first in line finds room at last."""
         self.starved = False
         """Somebody was refused room when loads were last decided on."""
 
     def __bool__(self) -> bool:
-        return bool(self._grants or self._wanted or self._hints)
+        return bool(self._grants or self._wanted or self._hints or self.draining)
 
     @property
     def needs_room(self) -> bool:
         """Whether room that is freed now would serve a pending lease. (Waiting requests are looked
         at in the next `admit`.)"""
-        return self.starved and bool(self._grants)
+        return bool(self.draining) or (self.starved and bool(self._grants))
 
     def grants(self, adapter_id: str | None = None) -> list[Grant]:
         """The pending leases, all or those on one adapter, the oldest first."""

@@ -11,6 +11,7 @@ name comes from the digest, never from an adapter's id.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -64,8 +65,9 @@ class DiskTier:
             self._tmp.mkdir()
             alive = os.open(self._tmp, os.O_RDONLY)
             fcntl.flock(alive, fcntl.LOCK_EX)  # dies with this process: see _remove_orphans
-        self._end = weakref.finalize(self, _remove, alive, doomed or self._tmp)
+        self._end = weakref.finalize(self, _remove, os.getpid(), alive, doomed or self._tmp)
         self.changing = threading.Lock()
+        self._verifying = threading.Lock()
         self._verified: LRUCache[tuple[int, int, int], None] = LRUCache(1 << 16)
         self._readers = ThreadPoolExecutor(READ_THREADS, "adaptercache-disk")
 
@@ -115,14 +117,16 @@ class DiskTier:
         """
         _flush(folder)
         target = self.folder(digest)
-        if target.is_dir():
+        try:
+            os.rename(folder, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
             for file in folder.iterdir():
                 os.replace(file, target / file.name)
             _flush(target)
             self.discard(folder)
-        else:
-            os.rename(folder, target)
-            _flush(self._objects)
+        _flush(self._objects)
 
     def delete(self, digest: Digest) -> None:
         """Remove content. Call with ``changing`` held, and only if the ledger has no copy."""
@@ -170,13 +174,16 @@ class DiskTier:
         self._read_pieces(packed, views)
         info = os.stat(packed.path)
         mark = (info.st_ino, info.st_mtime_ns, info.st_size)
-        if mark not in self._verified:
+        with self._verifying:
+            is_known = mark in self._verified
+        if not is_known:
             crc32 = 0
             for view in views:
                 crc32 = zlib.crc32(bytes_of(view), crc32)
             if crc32 != packed.crc32:
                 raise LoadFailed(f"the checksum of {packed.path} is wrong")
-            self._verified[mark] = None
+            with self._verifying:
+                self._verified[mark] = None
 
     def _read_pieces(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
         pieces: list[tuple[int, memoryview]] = []
@@ -200,15 +207,19 @@ class DiskTier:
         self._end()
 
 
-def _remove(alive: int, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _remove(owner: int, alive: int, folder: Path) -> None:
+    if os.getpid() == owner:  # not at the end of a child that was forked
+        shutil.rmtree(folder, ignore_errors=True)
     os.close(alive)
 
 
 def _remove_orphans(all_tmp: Path) -> None:
     """Remove what caches left that died: nobody holds the lock on their folder any more."""
     for folder in all_tmp.iterdir():
-        handle = os.open(folder, os.O_RDONLY)
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # its owner has just removed it
+            continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adaptercache import CacheClosed, Tier
+from adaptercache import CacheClosed, CapacityError, Tier
 
 
 def test_a_cache_that_is_asleep_can_be_closed(tiny: Any) -> None:
@@ -51,3 +51,20 @@ def test_restore_ends_though_an_adapter_was_removed_meanwhile(tiny: Any) -> None
         cache.remove("a")
         cache.restore()
         assert cache.resident(Tier.GPU) == {"b"}
+
+
+def test_a_restore_that_found_no_memory_can_be_tried_again(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise CapacityError("the GPU has not enough free memory")
+
+    with tiny.cache(tiny.source("a")) as cache:
+        tiny.load(cache, "a")
+        cache.drop_gpu()
+        with monkeypatch.context() as patched:
+            patched.setattr(cache._gpu, "restore", refuse)
+            with pytest.raises(CapacityError):
+                cache.restore()
+        cache.restore()
+        assert cache.resident(Tier.GPU) == {"a"}

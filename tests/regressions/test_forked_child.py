@@ -1,0 +1,28 @@
+"""A forked child that ended in the usual way removed its parent's files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import os, sys, conftest
+cache = conftest.Tiny.cache(conftest.Tiny.source("a"))
+conftest.Tiny.load(cache, "a")
+root = cache._parts.disk.root
+pid = os.fork()
+if pid == 0:
+    sys.exit(0)
+os.waitpid(pid, 0)
+kept = any((root / "objects").glob("*/*"))
+cache.close()
+sys.exit(0 if kept else 3)
+"""
+
+
+def test_the_end_of_a_forked_child_leaves_the_parents_files_alone(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{here}:{here.parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, timeout=60)
+    assert done.returncode == 0

@@ -1,0 +1,148 @@
+"""CPU memory: blocks, runs, and slabs that are taken as they are first used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from adaptercache import CapacityError
+from adaptercache.blocks import BlockAllocator, Run
+from adaptercache.packing import bytes_of
+from adaptercache.testing import TierContract
+from adaptercache.tiers import host
+from adaptercache.tiers.host import HostTier
+
+BLOCK, BLOCKS = 64, 20
+
+
+class Blocks:
+    """`HostTier` with a `BlockAllocator`, as the contract wants it."""
+
+    def __init__(self) -> None:
+        self.capacity, self.unit = BLOCKS, BLOCK
+        self.tier = HostTier(BLOCKS, BLOCK, pinned=False)
+        self.blocks = BlockAllocator(BLOCKS)
+        self._held: dict[str, tuple[tuple[Run, ...], int]] = {}
+
+    def store(self, name: str, data: bytes, *, fails: bool = False) -> None:
+        runs = self.blocks.allocate(-(-len(data) // BLOCK))
+        if runs is None:
+            raise CapacityError("no block is free")
+        at = 0
+        for view in self.tier.views(runs, len(data)):
+            bytes_of(view)[:] = data[at : at + len(view)]
+            at += len(view)
+        if fails:
+            self.blocks.free(runs)
+            raise OSError("injected")
+        self._held[name] = (runs, len(data))
+
+    def store_in_vain(self, name: str, data: bytes) -> None:
+        self.store(name, data, fails=True)
+
+    def load(self, name: str) -> bytes:
+        runs, nbytes = self._held[name]
+        return b"".join(bytes(bytes_of(view)) for view in self.tier.views(runs, nbytes))
+
+    def drop(self, name: str) -> None:
+        self.blocks.free(self._held.pop(name)[0])
+
+    def used(self) -> int:
+        return BLOCKS - self.blocks.num_free
+
+
+class TestOneSlab(TierContract):
+    @contextmanager
+    def tier(self) -> Iterator[Blocks]:
+        yield Blocks()
+
+
+class TestSlabsOfThreeBlocks(TierContract):
+    """Runs that go over the edges of slabs, the last of which is shorter."""
+
+    @contextmanager
+    def tier(self) -> Iterator[Blocks]:
+        before, host.SLAB_BYTES = host.SLAB_BYTES, 3 * BLOCK
+        try:
+            yield Blocks()
+        finally:
+            host.SLAB_BYTES = before
+
+
+def test_memory_is_taken_only_when_it_is_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "SLAB_BYTES", 3 * BLOCK)
+    taken: list[int] = []
+    empty = torch.empty
+
+    def count(nbytes: int, **options: object) -> torch.Tensor:
+        taken.append(nbytes)
+        return empty(nbytes, **options)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", count)
+    tier = HostTier(BLOCKS, BLOCK, pinned=False)
+    assert taken == []
+    tier.views([(4, 1)], BLOCK)
+    tier.views([(3, 2)], BLOCK)
+    assert taken == [3 * BLOCK]
+    tier.close()
+
+
+def test_memory_that_the_system_refuses_is_a_capacity_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    tier = HostTier(BLOCKS, BLOCK, pinned=False)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(CapacityError, match="host_bytes"):
+        tier.views([(0, 1)], BLOCK)
+
+
+def test_after_a_refusal_the_next_ask_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    tier = HostTier(BLOCKS, BLOCK, pinned=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", refuse)
+        with pytest.raises(CapacityError):
+            tier.views([(0, 1)], BLOCK)
+    assert len(tier.views([(0, 1)], BLOCK)) == 1
+
+
+def test_a_run_of_neighbours_is_one_view() -> None:
+    tier = HostTier(BLOCKS, BLOCK, pinned=False)
+    assert [len(view) for view in tier.views([(2, 5)], 5 * BLOCK)] == [5 * BLOCK]
+
+
+def test_blocks_come_in_one_run_where_there_is_one_that_is_long_enough() -> None:
+    blocks = BlockAllocator(10)
+    runs = [blocks.allocate(2) for _ in range(5)]
+    assert runs[1] is not None and runs[2] is not None
+    blocks.free(runs[1])
+    blocks.free(runs[2])
+    assert blocks.allocate(4) == ((2, 4),)
+
+
+def test_blocks_come_in_few_runs_where_no_run_is_long_enough() -> None:
+    blocks = BlockAllocator(10)
+    runs = [blocks.allocate(1) for _ in range(10)]
+    for index in (0, 1, 2, 5, 8):
+        one = runs[index]
+        assert one is not None
+        blocks.free(one)
+    assert blocks.allocate(5) == ((0, 3), (5, 1), (8, 1))
+
+
+@pytest.mark.parametrize("runs", [((0, 2),), ((3, 1), (3, 1)), ((9, 2),), ((-1, 1),)], ids=str)
+def test_freeing_what_is_not_allocated_changes_nothing(runs: tuple[Run, ...]) -> None:
+    blocks = BlockAllocator(10)
+    blocks.allocate(10)
+    blocks.free([(0, 1)])
+    with pytest.raises(ValueError, match="runs"):
+        blocks.free(runs)
+    assert blocks.num_free == 1
