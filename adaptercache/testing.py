@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ __all__ = [
     "FakeSource",
     "FaultySource",
     "TierContract",
-    "TierUnderTest",
     "check_consistent",
     "random_adapter",
 ]
@@ -217,124 +216,83 @@ def _check_residency(residency: Residency[Any]) -> None:
     assert not any(copy.doomed and copy.idle for copy in residency if copy.place is not None)
 
 
-class TierUnderTest(Protocol):
-    """A tier as `TierContract` sees it: it holds byte strings under names."""
-
-    capacity: int
-    """How many units of `unit` bytes it holds at most."""
-    unit: int
-    """Sizes are rounded up to it; every stored string is a multiple of 4 bytes long."""
-
-    def store(self, name: str, data: bytes) -> None:
-        """Raises CapacityError where there is no room: it evicts nothing. ``name`` is new."""
-
-    def store_in_vain(self, name: str, data: bytes) -> None:
-        """The same, but it fails in the midst of it, and raises OSError."""
-
-    def load(self, name: str) -> bytes:
-        """Raises KeyError where there is no such name."""
-
-    def drop(self, name: str) -> None: ...
-
-    def used(self) -> int:
-        """Units that are not free."""
-
-
 class TierContract:
-    """What every tier keeps. Derive a test class from it, with a ``tier`` of your own; pytest
-    finds its tests.
+    """What every tier keeps: derive a test class from it, and give it `tier`; pytest finds its
+    tests. A tier that evicts is shown to it with eviction left out.
 
-    What is stored reads back; capacity is refused, not exceeded; dropping frees exactly; a place
-    that is used again shows no trace of its last owner; a store that fails leaves nothing.
-    """
+    The object that `tier` yields holds byte strings (of multiples of 4 bytes) under names:
 
-    def tier(self) -> AbstractContextManager[TierUnderTest]:
-        """A new, empty tier that holds 8 units or more."""
+    - ``capacity`` and ``unit``: how many units of how many bytes it holds; 8 units or more;
+    - ``store(name, data)``: raises CapacityError where there is no room; ``name`` is new;
+    - ``store_in_vain(name, data)``: the same, but fails midway, with OSError;
+    - ``load(name) -> bytes``: raises KeyError where there is no such name;
+    - ``drop(name)``; ``used() -> int``: units that are not free."""
+
+    def tier(self) -> AbstractContextManager[Any]:
+        """A new, empty tier."""
         raise NotImplementedError
 
     @staticmethod
-    def bytes_of_size(nbytes: int, seed: int) -> bytes:
-        """Bytes that no other seed gives."""
+    def some_bytes(nbytes: int, seed: int) -> bytes:
         generator = torch.Generator().manual_seed(seed)
         return bytes(torch.randint(0, 255, (nbytes,), generator=generator).tolist())
 
-    def sizes(self, tier: TierUnderTest) -> list[int]:
-        """Around a unit and its multiples, and the smallest."""
-        around = [k * tier.unit + d for k in (1, 2, 3) for d in (-4, 0, 4)]
-        return [4, *(size for size in around if size > 4)]
-
-    def test_what_is_stored_reads_back(self) -> None:
+    def test_any_size_reads_back_and_is_freed_exactly(self) -> None:
         with self.tier() as tier:
-            for seed, size in enumerate(self.sizes(tier)):
-                data = self.bytes_of_size(size, seed)
+            tier.store("kept", self.some_bytes(4, 0))
+            before, unit = tier.used(), tier.unit
+            for size in (4, *(k * unit + d for k in (1, 2, 3) for d in (-4, 0, 4) if unit > 4)):
+                data = self.some_bytes(size, size)
                 tier.store("a", data)
                 assert tier.load("a") == data
+                assert tier.used() == before + -(-size // unit)
                 tier.drop("a")
+                assert tier.used() == before and _raises(KeyError, tier.load, "a")
 
     def test_neighbours_do_not_touch_each_other(self) -> None:
         with self.tier() as tier:
-            data = [self.bytes_of_size(tier.unit // 4 * 4, seed) for seed in range(8)]
+            data = [self.some_bytes(tier.unit, seed) for seed in range(8)]
             for index, each in enumerate(data):
                 tier.store(str(index), each)
             for index in range(0, 8, 2):
                 tier.drop(str(index))
-            for index in range(0, 8, 2):
                 tier.store(f"again {index}", data[index][::-1])
             assert [tier.load(str(index)) for index in range(1, 8, 2)] == data[1::2]
             assert tier.load("again 4") == data[4][::-1]
 
     def test_capacity_is_refused_not_exceeded(self) -> None:
         with self.tier() as tier:
-            stored = 0
-            while tier.used() < tier.capacity:
-                tier.store(str(stored), self.bytes_of_size(tier.unit, stored))
-                stored += 1
-                assert tier.used() <= tier.capacity
-            before = tier.used()
+            data = [self.some_bytes(tier.unit, seed) for seed in range(tier.capacity)]
+            for index, each in enumerate(data):
+                tier.store(str(index), each)
             for nbytes in (4, 3 * tier.unit):
-                assert _refuses(CapacityError, tier.store, "one more", bytes(nbytes))
-            assert _refuses(KeyError, tier.load, "one more")
-            assert tier.used() == before
-            for index in range(stored):
-                assert tier.load(str(index)) == self.bytes_of_size(tier.unit, index)
-
-    def test_dropping_frees_exactly(self) -> None:
-        with self.tier() as tier:
-            tier.store("kept", self.bytes_of_size(4, 0))
-            before = tier.used()
-            for seed, size in enumerate(self.sizes(tier)):
-                tier.store("a", self.bytes_of_size(size, seed))
-                assert tier.used() == before + -(-size // tier.unit)
-                tier.drop("a")
-                assert tier.used() == before
-                assert _refuses(KeyError, tier.load, "a")
+                assert _raises(CapacityError, tier.store, "one more", bytes(nbytes))
+            assert tier.used() == tier.capacity
+            assert [tier.load(str(index)) for index in range(len(data))] == data
 
     def test_a_place_used_again_shows_no_trace_of_its_last_owner(self) -> None:
         with self.tier() as tier:
-            tier.store("large", b"\xff" * (tier.capacity * tier.unit))
-            tier.drop("large")
-            for seed, size in enumerate(self.sizes(tier)):
+            for index in range(tier.capacity):
+                tier.store(str(index), b"\xff" * tier.unit)
+            for index in range(tier.capacity):
+                tier.drop(str(index))
+            for size in (4, tier.unit, 2 * tier.unit + 4):
                 tier.store("a", bytes(size))
                 assert tier.load("a") == bytes(size)
-                tier.drop("a")
-                tier.store("a", self.bytes_of_size(2 * tier.unit, seed))
                 tier.drop("a")
 
     def test_a_store_that_fails_leaves_nothing(self) -> None:
         with self.tier() as tier:
-            tier.store("kept", self.bytes_of_size(2 * tier.unit, 0))
-            before = tier.used()
-            data = self.bytes_of_size(3 * tier.unit, 1)
+            kept, data = self.some_bytes(2 * tier.unit, 0), self.some_bytes(3 * tier.unit, 1)
+            tier.store("kept", kept)
             for _ in range(2 * tier.capacity):
-                assert _refuses(OSError, tier.store_in_vain, "a", data)
-            assert tier.used() == before
-            assert _refuses(KeyError, tier.load, "a")
+                assert _raises(OSError, tier.store_in_vain, "a", data)
+            assert tier.used() == 2 and _raises(KeyError, tier.load, "a")
             tier.store("a", data)
-            assert tier.load("a") == data
-            assert tier.load("kept") == self.bytes_of_size(2 * tier.unit, 0)
+            assert (tier.load("a"), tier.load("kept")) == (data, kept)
 
 
-def _refuses(error: type[Exception], act: Callable[..., object], *args: object) -> bool:
+def _raises(error: type[Exception], act: Callable[..., object], *args: object) -> bool:
     try:
         act(*args)
     except error:

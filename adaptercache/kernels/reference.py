@@ -41,7 +41,7 @@ def _rows_by_slot(batch: LoraBatch) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
     row = 0
     for slot, tokens in batch.segments:
-        if slot != BASE_SLOT:
+        if slot != BASE_SLOT and tokens:
             rows.setdefault(slot, []).extend(range(row, row + tokens))
         row += tokens
     return rows

@@ -47,18 +47,21 @@ class Halted:
         return self._inner.ids()
 
 
+def standing_first(do: Any, source: Halted, point: str) -> Any:
+    def stand_then_do(*args: Any) -> Any:
+        source.stand(point)
+        return do(*args)
+
+    return stand_then_do
+
+
 @pytest.fixture(params=POINTS)
 def halted(
     request: pytest.FixtureRequest, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Halted]:
     source = Halted(tiny.source("a", "b"), request.param)
     for owner, name, point in ((DiskTier, "read_into", "disk"), (GpuTier, "write", "gpu")):
-
-        def stand_then(*args: Any, do: Any = getattr(owner, name), point: str = point) -> Any:
-            source.stand(point)
-            return do(*args)
-
-        monkeypatch.setattr(owner, name, stand_then)
+        monkeypatch.setattr(owner, name, standing_first(getattr(owner, name), source, point))
     yield source
     source.go_on.set()
 

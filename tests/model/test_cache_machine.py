@@ -159,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def start(self, policy: str, first: list[Any]) -> None:
         for key, shape in zip(KEYS[:5], first, strict=False):  # one is unknown at first
-            self.publish(key, shape, alpha=None)
+            self.into_source(key, self.make(shape))
         self.may_fail = {KEYS[5]}
         self.cache = AdapterCache(
             LAYOUT,
@@ -182,14 +182,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- what an id stands for
 
-    def make(self, shape: Any, alpha: float | None) -> Version:
+    def make(self, shape: Any) -> Version:
         rank, targets, layers = shape
         self.count += 1
         return Version(
             *random_adapter(
                 LAYOUT.base,
                 rank=rank,
-                alpha=alpha,
                 targets=targets,
                 layers=layers,
                 seed=self.count,
@@ -209,23 +208,28 @@ class CacheMachine(RuleBasedStateMachine):
             if held.key == key:
                 held.possible.add(revision)
 
-    @rule(key=keys, shape=shapes, alpha=st.sampled_from([None, 3.0]))
-    def publish(self, key: str, shape: Any, alpha: float | None) -> None:
-        self.into_source(key, self.make(shape, alpha))
-
-    @rule(key=keys, other=keys)
-    def publish_the_same_as_another(self, key: str, other: str) -> None:
-        if other in self.sourced:
+    @rule(
+        key=keys,
+        other=keys,
+        shape=shapes,
+        what=st.sampled_from(["new", "new", "new", "as another", "alpha alone", "broken"]),
+    )
+    def publish(self, key: str, other: str, shape: Any, what: str) -> None:
+        if what == "broken":
+            self.inner.put_files(key, {CONFIG: b"{", WEIGHTS: b"nonsense"})
+            self.sourced.pop(key, None)
+            self.may_fail.add(key)
+            if key not in self.put_here:
+                self.stands_for(key, None)
+        elif what == "as another" and other in self.sourced:
             self.into_source(key, self.versions[self.sourced[other]])
-
-    @rule(key=keys)
-    def change_only_alpha(self, key: str) -> None:
-        if key in self.sourced:
+        elif what == "alpha alone" and key in self.sourced:
             old = self.versions[self.sourced[key]]
             self.count += 1
-            self.into_source(
-                key, Version(old.tensors, old.config | {"lora_alpha": 32.0 + self.count})
-            )
+            config = old.config | {"lora_alpha": 32.0 + self.count}
+            self.into_source(key, Version(old.tensors, config))
+        else:
+            self.into_source(key, self.make(shape))
 
     def into_source(self, key: str, version: Version) -> None:
         self.inner.put(key, version.tensors, version.config)
@@ -236,17 +240,9 @@ class CacheMachine(RuleBasedStateMachine):
         if key not in self.put_here:
             self.stands_for(key, revision)
 
-    @rule(key=keys)
-    def break_the_files(self, key: str) -> None:
-        self.inner.put_files(key, {CONFIG: b"{", WEIGHTS: b"nonsense"})
-        self.sourced.pop(key, None)
-        self.may_fail.add(key)
-        if key not in self.put_here:
-            self.stands_for(key, None)
-
     @rule(key=keys, shape=shapes)
     def put(self, key: str, shape: Any) -> None:
-        version = self.make(shape, None)
+        version = self.make(shape)
         future = self.cache.put(key, version.tensors, version.config)
         revision = revision_of(key, version)
         self.versions[revision] = version
@@ -278,21 +274,21 @@ class CacheMachine(RuleBasedStateMachine):
         self.stands_for(key, self.sourced.get(key))
         self.possible[key] = {self.sourced[key]} if key in self.sourced else set()
 
-    @rule(key=keys, failing=st.booleans())
-    def source_fails(self, key: str, failing: bool) -> None:
-        if failing:
+    @rule(
+        key=keys,
+        how=st.sampled_from(["fails", "recovers", "slow", "fast", "stands still", "goes on"]),
+    )
+    def source_behaves(self, key: str, how: str) -> None:
+        self.source.gate.set()
+        if how == "fails":
             self.source.failing.add(key)
             self.may_fail.add(key)
-        else:
+        elif how == "recovers":
             self.source.failing.discard(key)
-
-    @rule(delay_s=st.sampled_from([0.0, 0.0, 0.002]))
-    def source_is_slow(self, delay_s: float) -> None:
-        self.source.delay_s = delay_s
-
-    @rule(open_=st.sampled_from([True, True, False]))
-    def source_stands_still(self, open_: bool) -> None:
-        (self.source.gate.set if open_ else self.source.gate.clear)()
+        elif how in ("slow", "fast"):
+            self.source.delay_s = 0.002 if how == "slow" else 0.0
+        elif how == "stands still":
+            self.source.gate.clear()
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
@@ -332,15 +328,15 @@ class CacheMachine(RuleBasedStateMachine):
 
         asyncio.run(cancel())
 
-    @rule(picked=picks)
-    def release(self, picked: int) -> None:
-        if self.held:
-            self.held.pop(picked % len(self.held)).lease.release()
-
-    @rule(picked=picks)
-    def cancel(self, picked: int) -> None:
-        if self.pending:
-            self.pending.pop(picked % len(self.pending)).lease.release()
+    @rule(picked=picks, what=st.sampled_from(["held", "held", "pending", "running"]))
+    def release(self, picked: int, what: str) -> None:
+        if what == "running":
+            if self.running:
+                self.running.pop(picked % len(self.running))[1].lease.release()
+            return
+        leases = self.held if what == "held" else self.pending
+        if leases:
+            leases.pop(picked % len(leases)).lease.release()
 
     @rule(picked=picks)
     def drop_unreleased(self, picked: int) -> None:
@@ -386,11 +382,6 @@ class CacheMachine(RuleBasedStateMachine):
                 assert pages is not None, "promised"
                 self.write_kv(pages)
 
-    @rule(picked=picks)
-    def finish(self, picked: int) -> None:
-        if self.running:
-            self.running.pop(picked % len(self.running))[1].lease.release()
-
     @rule(wanted=st.lists(keys, max_size=4), to=st.sampled_from([Tier.GPU, Tier.HOST, Tier.DISK]))
     def prefetch(self, wanted: list[str], to: Tier) -> None:
         self.cache.prefetch(wanted, to)
@@ -398,15 +389,20 @@ class CacheMachine(RuleBasedStateMachine):
     # -- steps and KV
 
     @precondition(lambda self: len(self.steps) < 2)
-    @rule()
-    def open_a_step(self) -> None:
+    @rule(then_release=st.booleans())
+    def open_a_step(self, then_release: bool) -> None:
         leases = self.held + [held for _, held in self.running]
         pairs = [(held.lease, 1 + index % 3) for index, held in enumerate(leases)]
         stack = ExitStack()
         batch = stack.enter_context(self.cache.lora_batch([*pairs, (self.cache.acquire(None), 2)]))
-        self.compute(batch, [(held.revision, tokens) for held, (_, tokens) in zip(leases, pairs)])
+        revisions = [held.revision for held in leases]
+        self.compute(batch, list(zip(revisions, (n for _, n in pairs), strict=True)))
         slots = [(held.lease.slot, held.revision) for held in leases if held.revision is not None]
         self.steps.append(Step(stack, slots))
+        if then_release:  # the batch holds them now
+            for held in leases:
+                held.lease.release()
+            self.held, self.running = [], []
 
     def compute(self, batch: Any, tokens: list[tuple[str | None, int]]) -> None:
         """The LoRA term of a layer, against plain products in float64."""
@@ -448,7 +444,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(picked=picks)
     def free_kv(self, picked: int) -> None:
-        pages = sorted(self.kv)[: picked % 4]
+        pages = sorted(self.kv)[: picked % 6]
         for step in self.steps:
             step.freed.update((page, self.kv[page]) for page in pages)
         for page in pages:
@@ -553,9 +549,13 @@ class CacheMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """Once nothing is held and the source is well, all who wait are served, in turn."""
         self.look()
+        waiting, self.waiting = self.waiting, []
+        self.cache.admit([])
         self.let_go_of_everything()
         self.now += 100.0
-        assert wait_until(self.serve_all), f"{self.pending} and {self.waiting} starve"
+        assert wait_until(self.serve_leases), f"{self.pending} starve"
+        self.waiting = waiting
+        assert wait_until(self.serve_requests), f"{self.waiting} starve"
         self.now += 100.0
         for key in self.current:
             self.cache.refresh(key).result(PATIENCE_S)
@@ -567,17 +567,20 @@ class CacheMachine(RuleBasedStateMachine):
             gc.collect()  # slow; the traceback of an error may hold one that was dropped
         assert wait_until(lambda: self.cache.stats().leases == 0), "a lease leaked"
 
-    def serve_all(self) -> bool:
-        """One turn of a scheduler that lets everything go as soon as it is served."""
-        admission = self.cache.admit(self.waiting)
-        for _, lease in admission.admitted:
-            lease.release()
-        self.waiting = admission.deferred
+    def serve_leases(self) -> bool:
+        """Releases who has been served, and nothing else: that alone must let in the next."""
         self.look()
         for held in self.held:
             held.lease.release()
         self.held = []
-        return not self.waiting and not self.pending
+        return not self.pending
+
+    def serve_requests(self) -> bool:
+        admission = self.cache.admit(self.waiting)
+        for _, lease in admission.admitted:
+            lease.release()
+        self.waiting = admission.deferred
+        return not self.waiting
 
     def teardown(self) -> None:
         try:

@@ -15,10 +15,9 @@ from adaptercache.tiers.remote import CONFIG
 def test_a_file_name_never_leads_out_of_the_folder(tiny: Any, tmp_path: Path, name: str) -> None:
     source = tiny.source()
     source.put_files("a", {CONFIG: b"{}", name.format(root=tmp_path): b"evil"})
-    seen = []
     with tiny.cache(source, disk_dir=tmp_path / "disk") as cache:
         lease = cache.acquire("a")
         with pytest.raises(AdapterCacheError):
             lease.result(10)
-        seen = [path for path in tmp_path.rglob("evil")]
+        seen = list(tmp_path.rglob("evil"))
     assert not seen

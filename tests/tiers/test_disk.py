@@ -44,7 +44,7 @@ class Contents:
     """`DiskTier` with a budget, as the contract wants it."""
 
     def __init__(self, root: Path) -> None:
-        self.capacity, self.unit = 2000, 1  # bytes... and each of the contract's units is one
+
         self.capacity, self.unit = 20, 64
         self.tier = DiskTier(root)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from adaptercache import CapacityError, KVLayout, LoraLayout
 from adaptercache.layout import ArenaShape
-from adaptercache.packing import VectorSpec, bytes_of
+from adaptercache.packing import VectorSpec
 from adaptercache.pages import Owner, PageAllocator
 from adaptercache.testing import TierContract
 from adaptercache.tiers.gpu import GpuTier
@@ -35,16 +35,20 @@ KV = KVLayout(block_size=16, kv_heads=1, head_dim=16, dtype="float32")
 NUM_PAGES, SLOTS = 17, 12
 
 
-def gpu_tier(rows_of_layers: bool) -> GpuTier:
-    kv = KV if rows_of_layers else None
-    page = 2 * KV.block_bytes if rows_of_layers else 64 << 10
-    return GpuTier(LAYOUT, ArenaShape.fit(LAYOUT, kv, NUM_PAGES * page), SLOTS, torch.device("cpu"))
+def gpu_tier(rows: int = 2) -> GpuTier:
+    """With pages of as many cells: 1 as where there is no KV, 2 as with KV in two layers."""
+    shape = ArenaShape(rows, NUM_PAGES, KV.block_bytes * 2 // rows, LAYOUT.itemsize)
+    return GpuTier(LAYOUT, shape, SLOTS, torch.device("cpu"))
 
 
 def spec_of_length(elements: int) -> VectorSpec:
     """Of a vector whose content nobody looks into."""
     sites = len(LAYOUT.sites)
     return VectorSpec((0,) * sites, (0.0,) * sites, (-1,) * sites, elements)
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).tolist())
 
 
 class Pieces:
@@ -96,7 +100,7 @@ class Pages:
         stack = self.tier.stack
         assert stack is not None
         stack.table[slot] = stack.row(spec_of_length(nbytes // 4), pages)  # slots are fewer
-        return bytes(bytes_of(stack.elements(slot, 0, nbytes // 4).contiguous()))
+        return to_bytes(stack.elements(slot, 0, nbytes // 4))
 
     def drop(self, name: str) -> None:
         self._pages.free(self._held.pop(name)[1], Owner.ADAPTER)
@@ -105,16 +109,16 @@ class Pages:
         return NUM_PAGES - self._pages.num_free
 
 
-class TestPagesOfOneRow(TierContract):
+class TestPagesOfOneCell(TierContract):
     @contextmanager
     def tier(self) -> Iterator[Pages]:
-        yield Pages(gpu_tier(rows_of_layers=False))
+        yield Pages(gpu_tier(rows=1))
 
 
-class TestPagesOfARowALayer(TierContract):
+class TestPagesOfACellALayer(TierContract):
     @contextmanager
     def tier(self) -> Iterator[Pages]:
-        yield Pages(gpu_tier(rows_of_layers=True))
+        yield Pages(gpu_tier(rows=2))
 
 
 class TestSmallStaging(TierContract):
@@ -126,17 +130,17 @@ class TestSmallStaging(TierContract):
 
         before, gpu.STAGING_BYTES = gpu.STAGING_BYTES, 2 * 2 * KV.block_bytes
         try:
-            yield Pages(gpu_tier(rows_of_layers=True))
+            yield Pages(gpu_tier())
         finally:
             gpu.STAGING_BYTES = before
 
 
 def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
-    tier = gpu_tier(rows_of_layers=True)
+    tier = gpu_tier()
     elements = tier.shape.page_elems
     vector = torch.arange(5 * elements, dtype=torch.float32)
     pages = (7, 2, 9)
-    data = bytes(bytes_of(vector))
+    data = to_bytes(vector)
     tier.write(0, pages, spec_of_length(len(vector)), Pieces(data))
     assert tier.stack is not None
     for cell in range(5):
@@ -145,13 +149,13 @@ def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
 
 
 def test_an_empty_slot_has_no_site() -> None:
-    tier = gpu_tier(rows_of_layers=True)
+    tier = gpu_tier()
     assert tier.stack is not None
     assert all(tier.stack.dense(3, s.layer, s.module) is None for s in LAYOUT.sites)
 
 
 def test_addresses_stay_where_they_are_when_adapters_come_and_go() -> None:
-    tier = gpu_tier(rows_of_layers=True)
+    tier = gpu_tier()
     stack = tier.stack
     assert stack is not None
     before = [t.data_ptr() for t in (stack.arena, stack.pages, stack.start, stack.scaling)]
@@ -162,7 +166,7 @@ def test_addresses_stay_where_they_are_when_adapters_come_and_go() -> None:
 
 
 def test_a_kv_block_is_a_page_of_its_layers_row() -> None:
-    tier = gpu_tier(rows_of_layers=True)
+    tier = gpu_tier()
     view = tier.kv_view(KV, 1)
     assert view.shape == (NUM_PAGES, 2, 16, 1, 16)
     view[4] = 3.0
@@ -171,7 +175,7 @@ def test_a_kv_block_is_a_page_of_its_layers_row() -> None:
 
 
 def test_a_kv_block_may_have_any_shape_and_dtype_of_its_bytes() -> None:
-    tier = gpu_tier(rows_of_layers=True)
+    tier = gpu_tier()
     assert tier.kv_view(KV, 0, (16, 64), torch.bfloat16).shape == (NUM_PAGES, 16, 64)
 
 
@@ -180,11 +184,11 @@ def test_a_kv_block_may_have_any_shape_and_dtype_of_its_bytes() -> None:
 )
 def test_a_kv_view_that_cannot_be_is_refused(layer: int, shape: Any) -> None:
     with pytest.raises(ValueError, match=r"layer|bytes"):
-        gpu_tier(rows_of_layers=True).kv_view(KV, layer, shape, torch.bfloat16 if shape else None)
+        gpu_tier().kv_view(KV, layer, shape, torch.bfloat16 if shape else None)
 
 
 def test_pages_given_up_in_a_step_are_written_only_after_it() -> None:
-    tier = gpu_tier(rows_of_layers=True)
+    tier = gpu_tier()
     written = threading.Event()
 
     def write() -> None:
@@ -201,7 +205,7 @@ def test_pages_given_up_in_a_step_are_written_only_after_it() -> None:
 
 
 def test_a_step_that_began_after_pages_were_given_up_is_not_waited_for() -> None:
-    tier = gpu_tier(rows_of_layers=True)
+    tier = gpu_tier()
     with tier.streams.step():
         tier.streams.gave_up()
     with tier.streams.step():
@@ -214,7 +218,7 @@ def test_a_step_that_began_after_pages_were_given_up_is_not_waited_for() -> None
 
 
 def test_after_drop_and_restore_the_tier_is_empty_and_usable() -> None:
-    tier = gpu_tier(rows_of_layers=True)
+    tier = gpu_tier()
     tier.drop()
     tier.drop()
     assert tier.stack is None
@@ -222,5 +226,4 @@ def test_after_drop_and_restore_the_tier_is_empty_and_usable() -> None:
     data = bytes(range(32))
     tier.write(0, (3,), spec_of_length(8), Pieces(data))
     assert tier.stack is not None
-    with suppress(AttributeError):
-        assert bytes(bytes_of(tier.stack.elements(0, 0, 8).contiguous())) == data
+    assert to_bytes(tier.stack.elements(0, 0, 8)) == data

@@ -122,9 +122,9 @@ def test_a_run_of_neighbours_is_one_view() -> None:
 def test_blocks_come_in_one_run_where_there_is_one_that_is_long_enough() -> None:
     blocks = BlockAllocator(10)
     runs = [blocks.allocate(2) for _ in range(5)]
-    assert runs[1] is not None and runs[2] is not None
-    blocks.free(runs[1])
-    blocks.free(runs[2])
+    for one in runs[1:3]:
+        assert one is not None
+        blocks.free(one)
     assert blocks.allocate(4) == ((2, 4),)
 
 
