@@ -3,6 +3,15 @@
 from adaptercache.testing.adapters import random_adapter
 from adaptercache.testing.consistency import check_consistent
 from adaptercache.testing.contract import TierContract
+from adaptercache.testing.device import any_device, held_weights
 from adaptercache.testing.sources import FakeSource, FaultySource
 
-__all__ = ["FakeSource", "FaultySource", "TierContract", "check_consistent", "random_adapter"]
+__all__ = [
+    "FakeSource",
+    "FaultySource",
+    "TierContract",
+    "any_device",
+    "check_consistent",
+    "held_weights",
+    "random_adapter",
+]

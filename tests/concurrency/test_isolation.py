@@ -25,7 +25,7 @@ from adaptercache import (
     Tier,
 )
 from adaptercache.kernels import add_lora
-from adaptercache.testing import FakeSource, FaultySource, random_adapter
+from adaptercache.testing import FakeSource, FaultySource, held_weights, random_adapter
 from adaptercache.tiers.remote import CONFIG, WEIGHTS
 
 
@@ -94,7 +94,7 @@ def test_an_adapter_in_anothers_place_contributes_its_own_weights_alone(tiny: An
             cache.put(f"a{seed}", tensors, config).result(10)
             with cache.acquire(f"a{seed}").result(10) as lease:
                 for site in tiny.layout.sites:
-                    found = cache._gpu.stack.dense(lease.slot, site.layer, site.module)
+                    found = held_weights(cache, lease, site.layer, site.module)
                     a = tensors.get(f"base_model.model.{site.path}.lora_A.weight")
                     assert (found is None) == (a is None)
                     if found is not None and a is not None:
@@ -348,8 +348,9 @@ def test_a_batch_holds_what_it_lists_though_the_leases_are_released(tiny: Any) -
 
     with tiny.cache(tiny.source("a", "b"), gpu_slots=1) as cache:
         lease = cache.acquire("a").result(10)
-        x, y, again = torch.ones(1, 32), torch.zeros(1, 32), torch.zeros(1, 32)
         with cache.lora_batch([(lease, 1)]) as batch:
+            x = torch.ones(1, 32, device=batch.stack.device)
+            y, again = torch.zeros_like(x), torch.zeros_like(x)
             add_lora(y, x, batch, ("q_proj",), 0)
             lease.release()
             pending = cache.acquire("b")

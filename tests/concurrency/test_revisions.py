@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from adaptercache import AdapterKey, AdapterNotFound, Tier
+from adaptercache.testing import held_weights
 
 
 def first_a(cache: Any, lease: Any) -> torch.Tensor:
-    return cache._gpu.stack.dense(lease.slot, 0, "q_proj")[0].clone()
+    return held_weights(cache, lease, 0, "q_proj")[0].clone()
 
 
 def put_a(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -77,8 +78,8 @@ def test_a_change_of_alpha_alone_is_another_digest(tiny: Any) -> None:
         cache.refresh("a").result(10)
         with cache.acquire("a").result(10) as new:
             assert new.digest != old.digest
-            assert cache._gpu.stack.dense(new.slot, 0, "q_proj")[2] == 1 / 4
-            assert cache._gpu.stack.dense(old.slot, 0, "q_proj")[2] == 8 / 4
+            assert held_weights(cache, new, 0, "q_proj")[2] == 1 / 4
+            assert held_weights(cache, old, 0, "q_proj")[2] == 8 / 4
 
 
 def test_a_change_of_the_files_that_is_none_of_content_keeps_the_digest(tiny: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adaptercache import AdapterCache, CapacityError, Request, Tier
+from adaptercache.testing import held_weights
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SMALL, LARGEST = 4, 17  # pages
@@ -247,7 +248,7 @@ def test_evicting_and_reloading_three_times_gives_the_same_bits(tiny: Any) -> No
         for _ in range(3):
             with cache.acquire("a").result(10) as lease:
                 for site in tiny.layout.sites:
-                    found = cache._gpu.stack.dense(lease.slot, site.layer, site.module)
+                    found = held_weights(cache, lease, site.layer, site.module)
                     name = f"base_model.model.{site.path}.lora_A.weight"
                     assert (found is None) == (name not in tensors)
                     if found is not None:
@@ -293,7 +294,7 @@ def test_what_comes_back_after_sleep_is_the_same_to_the_bit(tiny: Any) -> None:
             found = []
             for adapter_id in ("a", "b"):
                 with cache.acquire(adapter_id).result(10) as lease:
-                    a, b, scaling = cache._gpu.stack.dense(lease.slot, 1, "v_proj")
+                    a, b, scaling = held_weights(cache, lease, 1, "v_proj")
                     found += [a.tolist(), b.tolist(), scaling]
             return found
 

@@ -35,7 +35,13 @@ from adaptercache import (
     Tier,
 )
 from adaptercache.kernels import add_lora
-from adaptercache.testing import FakeSource, FaultySource, check_consistent, random_adapter
+from adaptercache.testing import (
+    FakeSource,
+    FaultySource,
+    any_device,
+    check_consistent,
+    random_adapter,
+)
 from adaptercache.tiers.remote import CONFIG, WEIGHTS, TensorSource
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -171,7 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
             disk_bytes=DISK_BYTES,
             policy=policy,
             kv=KV,
-            device="cpu",
+            device=any_device(),
             on_evict=self._evicted,
             clock=lambda: self.now,
         )
@@ -407,9 +413,11 @@ class CacheMachine(RuleBasedStateMachine):
     def compute(self, batch: Any, tokens: list[tuple[str | None, int]]) -> None:
         """The LoRA term of a layer, against plain products in float64."""
         site = next(s for s in LAYOUT.sites if s.module == "down_proj" and s.layer == 1)
+        device = batch.stack.device
         x = torch.randn(batch.num_rows, site.in_features)
-        y = torch.zeros(batch.num_rows, site.out_features)
-        add_lora(y, x, batch, ("down_proj",), 1)
+        y = torch.zeros(batch.num_rows, site.out_features, device=device)
+        add_lora(y, x.to(device), batch, ("down_proj",), 1)
+        y = y.cpu()
         row = 0
         for revision, count in tokens:
             want = torch.zeros(count, site.out_features, dtype=torch.float64)
@@ -512,8 +520,8 @@ class CacheMachine(RuleBasedStateMachine):
                 if want is None or got is None:
                     assert got is want
                     continue
-                assert torch.equal(got[0], want[0])
-                assert torch.equal(got[1], want[1])
+                assert torch.equal(got[0].cpu(), want[0])
+                assert torch.equal(got[1].cpu(), want[1])
                 assert abs(got[2] - want[2]) <= 1e-6 * want[2]
 
     @invariant()

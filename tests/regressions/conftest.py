@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adaptercache import AdapterCache, KVLayout, LoraLayout
-from adaptercache.testing import FakeSource, random_adapter
+from adaptercache.testing import FakeSource, any_device, random_adapter
 
 CONFIG = {
     "model_type": "llama",
@@ -51,7 +51,7 @@ class Tiny:
             "gpu_slots": 3,
             "host_bytes": 1 << 20,
             "host_block_bytes": 4096,
-            "device": "cpu",
+            "device": any_device(),
             "kv": Tiny.kv,
         } | options
         return AdapterCache(Tiny.layout, source, gpu_bytes=pages * PAGE_BYTES, **options)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from adaptercache import AdapterCache, CapacityError, LoraLayout, Tier
+from adaptercache.testing import any_device
 
 
 def bytes_in(folder: Path) -> int:
@@ -80,7 +81,7 @@ def test_the_packed_file_of_a_second_layout_is_counted(tiny: Any, tmp_path: Path
         host_bytes=1 << 20,
         host_block_bytes=4096,
         disk_dir=tmp_path,
-        device="cpu",
+        device=any_device(),
     ) as cache:
         tiny.load(cache, "a")
         assert cache.stats().resident_bytes[Tier.DISK] == bytes_in(tmp_path / "objects")

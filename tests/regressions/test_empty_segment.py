@@ -15,8 +15,9 @@ def test_a_lease_with_no_tokens_in_a_batch_is_fine(tiny: Any) -> None:
         cache.acquire("a") as a,
         cache.acquire("b") as b,
     ):
-        y = torch.zeros(2, 32)
         with cache.lora_batch([(a, 0), (b, 2)]) as batch:
-            add_lora(y, torch.ones(2, 32), batch, ("q_proj",), 0)
+            x = torch.ones(2, 32, device=batch.stack.device)
+            y = torch.zeros_like(x)
+            add_lora(y, x, batch, ("q_proj",), 0)
         assert y[0].equal(y[1])
         assert y.any()

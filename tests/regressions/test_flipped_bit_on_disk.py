@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptercache import LoadFailed
+from adaptercache.testing import held_weights
 
 
 def test_a_packed_file_with_a_flipped_bit_is_never_served(tiny: Any, tmp_path: Path) -> None:
@@ -24,6 +25,6 @@ def test_a_packed_file_with_a_flipped_bit_is_never_served(tiny: Any, tmp_path: P
         except LoadFailed:
             return  # told so, and fetched again: fine
         with lease:
-            a, _, _ = cache._gpu.stack.dense(lease.slot, 0, "q_proj")
+            a, _, _ = held_weights(cache, lease, 0, "q_proj")
             name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             assert a.equal(tensors[name])

@@ -14,7 +14,7 @@ from adaptercache import CapacityError, KVLayout, LoraLayout
 from adaptercache.layout import ArenaShape
 from adaptercache.packing import VectorSpec
 from adaptercache.pages import Owner, PageAllocator
-from adaptercache.testing import TierContract
+from adaptercache.testing import TierContract, any_device
 from adaptercache.tiers.gpu import GpuTier
 
 LAYOUT = LoraLayout.from_config(
@@ -38,7 +38,7 @@ NUM_PAGES, SLOTS = 17, 12
 def gpu_tier(rows: int = 2) -> GpuTier:
     """With pages of as many cells: 1 as where there is no KV, 2 as with KV in two layers."""
     shape = ArenaShape(rows, NUM_PAGES, KV.block_bytes * 2 // rows, LAYOUT.itemsize)
-    return GpuTier(LAYOUT, shape, SLOTS, torch.device("cpu"))
+    return GpuTier(LAYOUT, shape, SLOTS, torch.device(any_device()))
 
 
 def spec_of_length(elements: int) -> VectorSpec:
@@ -48,7 +48,7 @@ def spec_of_length(elements: int) -> VectorSpec:
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).tolist())
+    return bytes(tensor.cpu().contiguous().view(torch.uint8).tolist())
 
 
 class Pieces:
@@ -145,7 +145,7 @@ def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
     assert tier.stack is not None
     for cell in range(5):
         at = tier.stack.arena[cell % 2, pages[cell // 2]]
-        assert at.equal(vector[cell * elements : (cell + 1) * elements])
+        assert at.cpu().equal(vector[cell * elements : (cell + 1) * elements])
 
 
 def test_an_empty_slot_has_no_site() -> None:

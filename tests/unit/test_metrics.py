@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adaptercache import AdapterCache, AdapterCacheError, LoraLayout, Request, Tier
 from adaptercache.metrics import PrometheusCollector
-from adaptercache.testing import FakeSource, FaultySource, random_adapter
+from adaptercache.testing import FakeSource, FaultySource, any_device, random_adapter
 
 CONFIG = Path(__file__).parents[1] / "conformance" / "configs" / "tiny-llama.tf5.24.json"
 LAYOUT = LoraLayout.from_config(CONFIG, max_rank=8, dtype="float32")
@@ -131,7 +131,7 @@ def cache_of(ids: Iterable[str] = (), *, slots: int = 2, **options: Any) -> Adap
         gpu_bytes=slots * PAGE,
         gpu_slots=slots,
         host_block_bytes=BLOCK,
-        device="cpu",
+        device=any_device(),
         **options,
     )
 
