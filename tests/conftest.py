@@ -64,6 +64,14 @@ def open_files() -> set[str]:
     return found
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cuda_started() -> None:
+    """CUDA opens sockets at its first use, for good: not in some test's time."""
+    if torch.cuda.is_available():
+        torch.ones(1, device="cuda")
+        torch.ones(1).pin_memory()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a thread of ours running, or a file or socket open."""
