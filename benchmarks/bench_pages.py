@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 import random
 import statistics
 import time
+from pathlib import Path
 
+import record
 from adaptercache.pages import Owner, PageAllocator
 
 PAIRS = 100_000
@@ -31,11 +32,14 @@ def pairs_per_second(seed: int) -> float:
 
 def main() -> None:
     rates = [pairs_per_second(seed) for seed in range(7)]
-    print(
-        f"{statistics.median(rates):,.0f} pairs/s (median of {len(rates)}; "
-        f"{min(rates):,.0f} to {max(rates):,.0f}), "
-        f"Python {platform.python_version()}, {platform.machine()}"
-    )
+    figures = {
+        "pairs_per_second": round(statistics.median(rates)),
+        "lowest": round(min(rates)),
+        "highest": round(max(rates)),
+    }
+    print("{pairs_per_second:,} pairs/s ({lowest:,} to {highest:,})".format(**figures))
+    path = record.write("pages", {"1 to 64 pages": figures})
+    print(f"written to {path.relative_to(Path.cwd())}")
 
 
 if __name__ == "__main__":
