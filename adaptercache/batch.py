@@ -27,7 +27,8 @@ class Request:
         adapter_id: its adapter; None is the base model.
         num_tokens: how many tokens it brings into a step.
         kv_pages: KV pages that it will take when it is admitted (0 where KV doesn't share the
-            arena). Admission holds it back until they can be had.
+            arena). Admission holds it back until they can be had; take them before the next
+            call, for a load that ends meanwhile may need the room.
     """
 
     request_id: str

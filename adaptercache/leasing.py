@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Final, Literal
 
 from adaptercache.arena import GpuPlace
 from adaptercache.batch import Decision, Request, plan
@@ -26,13 +28,16 @@ from adaptercache.waiting import Grant
 __all__ = ["Leasing"]
 
 log = logging.getLogger(__name__)
+PROMISE_S = 1.0  # how long pages stay promised to a request that doesn't take them
+LOOK_AT_PROMISE: Final = "look at the promise"
 GPU = Tier.GPU.value
 
 
 class Leasing:
     """See the module's docstring; `AdapterCache` has the contract of each verb.
 
-    Thread-safe. Owns one thread, which takes back leases that were garbage-collected.
+    Thread-safe. Owns one thread, which takes back leases that were garbage-collected, and ends a
+    promise of KV pages that nobody takes up while a lease waits for room.
     """
 
     def __init__(self, ledger: Ledger, lifts: Lifts, lifter: Lifter, deciding: Deciding) -> None:
@@ -40,9 +45,9 @@ class Leasing:
         self._lifts = lifts
         self._lifter = lifter
         self._deciding = deciding
-        self._abandoned: SimpleQueue[Grant | None] = SimpleQueue()
+        self._told: SimpleQueue[Grant | Literal["look at the promise"] | None] = SimpleQueue()
         self._janitor = threading.Thread(
-            target=self._take_back_abandoned, name="adaptercache-janitor", daemon=True
+            target=self._tidy_up, name="adaptercache-janitor", daemon=True
         )
         self._janitor.start()
 
@@ -69,6 +74,8 @@ class Leasing:
             else:
                 grant.found = self._ledger.found_in(grant.adapter_id)
                 self._ledger.waiting.join(grant)
+                if self._ledger.waiting.kv_promised:
+                    self._told.put(LOOK_AT_PROMISE)
                 self._ledger.settle(grant.adapter_id)
         return lease
 
@@ -139,6 +146,7 @@ class Leasing:
         gpu = self._ledger.gpu
         with self._deciding.lock:
             self._deciding.check_open()
+            self._ledger.waiting.kv_promised = 0
             for lease, tokens in pairs:
                 grant = lease.served()
                 if grant is None:
@@ -167,18 +175,34 @@ class Leasing:
 
     def abandon(self, grant: Grant) -> None:
         """A lease was garbage-collected. Takes no lock, so a finalizer may call it anywhere."""
-        self._abandoned.put(grant)
+        self._told.put(grant)
 
-    def _take_back_abandoned(self) -> None:
-        while (grant := self._abandoned.get()) is not None:
-            fields = {"adapter_id": grant.adapter_id}
-            line = partial(log.warning, "a lease was dropped unreleased", extra=fields)
-            with suppress(BaseException), self._deciding.freeing():
-                self._ledger.release(grant)
-                self._ledger.outbox.append(line)
+    def _tidy_up(self) -> None:
+        lapses: float | None = None
+        while True:
+            try:
+                told = self._told.get(timeout=lapses and max(0.0, lapses - time.monotonic()))
+            except Empty:
+                lapses = None
+                with suppress(BaseException), self._deciding:
+                    self._ledger.waiting.kv_promised = 0
+                continue
+            if told is None:
+                return
+            if isinstance(told, Grant):
+                self._take_back_abandoned(told)
+            elif lapses is None:
+                lapses = time.monotonic() + PROMISE_S
+
+    def _take_back_abandoned(self, grant: Grant) -> None:
+        fields = {"adapter_id": grant.adapter_id}
+        line = partial(log.warning, "a lease was dropped unreleased", extra=fields)
+        with suppress(BaseException), self._deciding.freeing():
+            self._ledger.release(grant)
+            self._ledger.outbox.append(line)
 
     def close(self) -> None:
         """Stop the thread. Without the lock."""
-        self._abandoned.put(None)
+        self._told.put(None)
         if self._janitor is not threading.current_thread():
             self._janitor.join()

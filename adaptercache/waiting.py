@@ -55,7 +55,8 @@ class WaitingList:
         self.kv_pages = 0
         """The most KV pages that one waiting request asks for."""
         self.kv_promised = 0
-        """KV pages of requests that were just admitted and have not taken them yet."""
+        """KV pages of requests that were just admitted and have not taken them yet. The promise
+        holds until the next decision or batch, and not for long (see `Leasing`)."""
         self.refused: Digest | None = None
         """The adapter that is first in line for room, and found none when last looked at."""
         self.bypasses = 0
