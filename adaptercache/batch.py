@@ -188,6 +188,9 @@ class _Admissions:
             idle_pages = self._state.idle_pages(digest)
         if request.kv_pages and not self._kv_fits(request, idle_pages):
             return
+        if idle_pages and idle_pages > self._kv_left:  # KV is to get them, by eviction
+            self._defer(request, "kv_pages")
+            return
         self._kv_left -= idle_pages + request.kv_pages
         self.kv_promised += request.kv_pages
         if digest is not None and digest not in self._batch:

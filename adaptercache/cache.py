@@ -1,7 +1,4 @@
-"""`AdapterCache`: the façade. It owns the lock, wires the parts together, and decides nothing.
-
-No part knows the cache.
-"""
+"""`AdapterCache`: the façade. It decides nothing, and no part knows it."""
 
 from __future__ import annotations
 
@@ -122,6 +119,8 @@ class AdapterCache:
         A hint lapses after some seconds unless it is said again. Demand loads overtake it, and it
         evicts nothing that anybody waits for. ``to``: GPU, HOST or DISK.
         """
+        if isinstance(adapter_ids, str):
+            raise TypeError("adapter_ids is one string; give a list of ids")
         hinted = [adapter_id for adapter_id in adapter_ids if adapter_id is not None]
         with self._deciding:
             self._deciding.check_open()

@@ -70,7 +70,8 @@ class Ledger:
             if digest in self.waiting.draining:
                 return Standing(digest, reason="room")
             return Standing(digest, ready=self.gpu_up and copy.state is State.RESIDENT)
-        return Standing(digest, error=self.failures.get(adapter_id, self.clock()))
+        error = self.waiting.failed.get(adapter_id)
+        return Standing(digest, error=error or self.failures.get(adapter_id, self.clock()))
 
     def found_in(self, adapter_id: str) -> str:
         """The top tier that has it whole, for the metrics."""
@@ -236,6 +237,7 @@ class Ledger:
         self.counters.errors[type(error).__name__] += 1
         for adapter_id in adapter_ids:
             self.failures.add(adapter_id, error, now)
+            self.waiting.note_failed(adapter_id, error)
             for grant in self.waiting.grants(adapter_id):
                 self.fail(grant, error)
 

@@ -93,7 +93,10 @@ class Lifts:
             ledger.stop_draining()
         if refused is None or waiting.bypasses < MAX_BYPASSES or waiting.draining:
             return
-        known = next(known for known, _ in self._line(Tier.GPU) if known.digest == refused)
+        line = self._line(Tier.GPU)
+        known = next((known for known, _ in line if known.digest == refused), None)
+        if known is None:
+            return
         missing = ledger.gpu.shape.pages_for(known.elements) - ledger.gpu.pages.num_free
         for copy in sorted(ledger.gpu, key=lambda copy: copy.leases):
             if copy.leases:

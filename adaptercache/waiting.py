@@ -52,6 +52,9 @@ class WaitingList:
         self._wanted: dict[str, int] = {}  # of requests: its place in the order of arrival
         self._first_seen: dict[str, tuple[float, str]] = {}  # by request id
         self._hints: dict[str, tuple[Tier, float]] = {}
+        self.failed: dict[str, AdapterCacheError] = {}
+        """Loads for waiting requests that failed since the last decision: its next one tells them,
+        however late it comes."""
         self.kv_pages = 0
         """The most KV pages that one waiting request asks for."""
         self.kv_promised = 0
@@ -108,6 +111,7 @@ class WaitingList:
         """
         before, self._first_seen = self._first_seen, {}
         seqs, self._wanted = self._wanted, {}
+        self.failed = {}
         found: dict[str, tuple[float, str]] = {}
         self.kv_pages = 0
         for request in requests:
@@ -124,6 +128,11 @@ class WaitingList:
                 if seq is None:
                     seq = self._seq = self._seq + 1
                 self._wanted[adapter_id] = seq
+
+    def note_failed(self, adapter_id: str, error: AdapterCacheError) -> None:
+        """A load that waiting requests may want has failed."""
+        if adapter_id in self._wanted:
+            self.failed[adapter_id] = error
 
     def hint(self, adapter_id: str, to: Tier, now: float) -> None:
         """Somebody will want it soon. Lapses, unless it is said again."""

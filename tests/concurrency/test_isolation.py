@@ -262,7 +262,6 @@ def test_a_flood_of_unknown_ids_leaves_tables_of_bounded_size(
         assert len(ledger.failures) <= 1000
 
 
-@pytest.mark.slow
 def test_a_whole_flood_of_unknown_ids_ends(tiny: Any, flooded: Any) -> None:
     cache, _ = flooded
     for number in range(FLOOD):

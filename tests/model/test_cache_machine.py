@@ -605,7 +605,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
-    max_examples=150 if settings.default.max_examples <= 100 else settings.default.max_examples,
+    max_examples=120 if settings.default.max_examples <= 100 else settings.default.max_examples,
     stateful_step_count=60,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # threads: a failure hardly shrinks
     report_multiple_bugs=False,

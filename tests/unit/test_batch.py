@@ -103,6 +103,12 @@ def test_an_adapter_that_is_admitted_no_longer_counts_as_reclaimable() -> None:
     assert admitted(plan([Request("r0", "a", kv_pages=1)], state)) == ["r0"]
 
 
+def test_an_idle_adapter_whose_pages_were_just_promised_to_kv_waits() -> None:
+    state = FakeState(room=KVRoom(0, 5, 10), idle={b"a": 4})
+    decision = plan([Request("r0", None, kv_pages=3), Request("r1", "a")], state)
+    assert admitted(decision) == ["r0"]
+
+
 def test_more_kv_than_there_can_be_fails_its_own_request() -> None:
     state = FakeState(room=KVRoom(0, 5, 10))
     decision = plan([Request("r0", "a", kv_pages=11), Request("r1", "a", kv_pages=1)], state)
