@@ -41,6 +41,13 @@ def add_lora(
     """
     outputs = _outputs(y, x, batch, modules, layer)
     batch.wait(layer)
+    if x.is_cuda:
+        from adaptercache.kernels.launch import add_lora_triton  # triton: only where it is used
+
+        if batch.work is None:
+            batch.lay_out_work()
+        add_lora_triton(outputs, x, batch, modules, layer)
+        return
     for output, module in zip(outputs, modules, strict=True):
         add_lora_reference(output, x, batch, module, layer, dtype=torch.float32)
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from adaptercache.kernels.stack import LoraStack
 
+SMALL = 512  # rows: up to here the kernels for few tokens are the faster ones
+SMALL_TILE, LARGE_TILE = 16, 32  # tokens a tile; the kernels' own
+
 __all__ = ["BASE_SLOT", "LoraBatch", "rank_class_of"]
 
 BASE_SLOT = -1
@@ -38,7 +41,7 @@ class LoraBatch:
     Raises:
         ValueError: a slot out of range, or more tokens than ``pad_to``.
 
-    Immutable; threads may share it.
+    Not thread-safe: a step is launched by one thread.
     """
 
     def __init__(
@@ -50,25 +53,67 @@ class LoraBatch:
         rank_class: int = 16,
         wait: Callable[[int], None] | None = None,
     ) -> None:
-        token_slots: list[int] = []
+        self.num_tokens = 0
         for slot, tokens in segments:
             if not BASE_SLOT <= slot < stack.num_slots or tokens < 0:
                 raise ValueError(
                     f"segment {(slot, tokens)}: slots are {BASE_SLOT} to {stack.num_slots - 1}"
                 )
-            token_slots += [slot] * tokens
-        self.num_tokens = len(token_slots)
+            self.num_tokens += tokens
         self.num_rows = self.num_tokens if pad_to is None else pad_to
         if self.num_tokens > self.num_rows:
             raise ValueError(f"{self.num_tokens} tokens, but pad_to is {pad_to}")
-        token_slots += [BASE_SLOT] * (self.num_rows - self.num_tokens)
         self.stack = stack
         self.segments = tuple(segments)
         self.rank_class = rank_class
-        slots = torch.tensor(token_slots, dtype=torch.int32)
-        self.token_slots: Tensor = slots.to(stack.device, non_blocking=True)
-        """``int32 [num_rows]``: each token's slot, −1 for the base model and for padding."""
         self._wait = wait
+        self.has_launched = False
+        """Whether a kernel of this batch was launched (see `launch`)."""
+        self.is_small = self.num_rows <= SMALL
+        """Whether the kernels for few tokens take it; fixed by the number of rows."""
+        self._tile = SMALL_TILE if self.is_small else LARGE_TILE
+        # Tiles that the work has room for; fixed by the number of rows.
+        self.capacity = self.num_rows
+        if not self.is_small:
+            self.capacity = self.num_rows // self._tile + min(stack.num_slots, self.num_rows)
+        self.num_tiles = 0
+        self.work: Tensor | None = None
+        """``int32 [1 + 3 * capacity + num_rows]``: the number of tiles; for each its slot, where
+        its tokens begin in the order, and how many there are; the order: tokens by slot."""
+
+    @property
+    def token_slots(self) -> Tensor:
+        """``int32 [num_rows]`` in CPU memory: each row's slot; −1 is base or padding."""
+        slots = [slot for slot, tokens in self.segments for _ in range(tokens)]
+        slots += [BASE_SLOT] * (self.num_rows - self.num_tokens)
+        return torch.tensor(slots, dtype=torch.int32)
+
+    def lay_out_work(self) -> None:
+        """Write the work into the stack's buffer, asynchronously, behind the step before."""
+        rows: dict[int, list[int]] = {}
+        row = 0
+        for slot, tokens in self.segments:
+            if slot != BASE_SLOT:
+                rows.setdefault(slot, []).extend(range(row, row + tokens))
+            row += tokens
+        order: list[int] = []
+        tiles: list[tuple[int, int, int]] = []
+        for slot, its_rows in rows.items():
+            for first in range(0, len(its_rows), self._tile):
+                count = min(self._tile, len(its_rows) - first)
+                tiles.append((slot, len(order) + first, count))
+            order += its_rows
+        self.num_tiles = len(tiles)
+        on_gpu = self.stack.device.type == "cuda"
+        numel = 1 + 3 * self.capacity + self.num_rows
+        host = torch.zeros(numel, dtype=torch.int32, pin_memory=on_gpu)
+        host[0] = len(tiles)
+        if tiles:
+            table = host[1 : 1 + 3 * self.capacity].view(3, self.capacity)
+            table[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).t()
+            host[1 + 3 * self.capacity :][: len(order)] = torch.tensor(order, dtype=torch.int32)
+        self.work = self.stack.work(self.num_rows, numel)
+        self.work.copy_(host, non_blocking=True)
 
     def wait(self, layer: int) -> None:
         """Make the compute stream wait until this layer's adapters are in place."""

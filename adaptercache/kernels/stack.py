@@ -61,6 +61,8 @@ class LoraStack:
         self.scaling = scaling.view(torch.float32)
         self.start.fill_(-1)
         self._index = {(s.layer, s.module): i for i, s in enumerate(layout.sites)}
+        self._work: dict[int, Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +85,30 @@ class LoraStack:
                 f"no module {module!r} in layer {layer}: the layout has layers 0 to "
                 f"{self.layout.num_layers - 1} with {', '.join(self.layout.modules)}"
             ) from None
+
+    def work(self, num_rows: int, numel: int) -> Tensor:
+        """The buffer that a batch of ``num_rows`` rows writes its work into: ``int32 [numel]``,
+        the same one each time, so that a CUDA graph finds the next batch's there."""
+        buffer = self._work.get(num_rows)
+        if buffer is None:
+            buffer = torch.zeros(numel, dtype=torch.int32, device=self.device)
+            self._work[num_rows] = buffer
+        return buffer
+
+    def scratch(self, numel: int) -> Tensor:
+        """Space for partial sums, shared by all launches on the one compute stream.
+
+        Raises:
+            RuntimeError: it would have to grow while a CUDA graph is captured: run the largest
+                batch once before.
+        """
+        if self._scratch.numel() < numel:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "LoRA scratch is too small: run this batch once, then capture it"
+                )
+            self._scratch = torch.empty(numel, dtype=torch.float32, device=self.device)
+        return self._scratch
 
     def row(self, spec: VectorSpec, pages: Sequence[int]) -> Tensor:
         """The row of ``table`` for an adapter in these pages: ``int32 [row]`` in CPU memory."""

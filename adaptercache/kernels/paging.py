@@ -1,0 +1,74 @@
+"""How kernels read a matrix of a flat vector out of the paged arena."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["dot_exact", "load_tile", "pick"]
+
+
+@triton.jit
+def load_tile(
+    arena,  # [ROWS, num_pages, PAGE_ELEMS]
+    pages,  # the slot's row of the page table
+    num_pages,
+    begin,  # where the matrix begins in the slot's vector, elements
+    rows,  # [R] which rows
+    row_mask,  # [R]
+    column,  # the first column
+    width,  # of the whole matrix
+    COLUMNS: tl.constexpr,
+    PAGE_ELEMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Semantics: ``tile[i, k] = vector[begin + rows[i] * width + column + k]``, 0 where masked.
+
+    Element ``e`` of the vector is ``arena[j % ROWS, pages[j // ROWS], e % PAGE_ELEMS]`` with
+    ``j = e // PAGE_ELEMS``. ALIGNED: COLUMNS divides width and 512, so no row of the tile crosses
+    a cell, and one look-up a row will do; else every element looks up its own, and columns beyond
+    width read 0. Vectors are shorter than 2^32 elements.
+    """
+    # [COLUMNS]
+    k = tl.arange(0, COLUMNS)
+    if ALIGNED:
+        # [R]
+        first = (begin + rows * width + column).to(tl.uint32)
+        cell = first // PAGE_ELEMS
+        page = tl.load(pages + cell // ROWS, mask=row_mask, other=0)
+        at = ((cell % ROWS).to(tl.int32) * num_pages + page).to(tl.int64) * PAGE_ELEMS
+        at = tl.multiple_of(at + (first % PAGE_ELEMS).to(tl.int64), 16)
+        return tl.load(arena + at[:, None] + k[None, :], mask=row_mask[:, None], other=0.0)
+    # [R, COLUMNS]
+    mask = row_mask[:, None] & (column + k < width)[None, :]
+    element = (begin + rows[:, None] * width + column + k[None, :]).to(tl.uint32)
+    cells = element // PAGE_ELEMS
+    its_page = tl.load(pages + cells // ROWS, mask=mask, other=0)
+    where = ((cells % ROWS).to(tl.int32) * num_pages + its_page).to(tl.int64) * PAGE_ELEMS
+    return tl.load(arena + where + (element % PAGE_ELEMS).to(tl.int64), mask=mask, other=0.0)
+
+
+@triton.jit
+def pick(m, v0, v1, v2, M: tl.constexpr):
+    """``(v0, v1, v2)[m]`` of the M that there are."""
+    v = v0
+    if M > 1:
+        v = tl.where(m == 1, v1, v)
+    if M > 2:
+        v = tl.where(m == 2, v2, v)
+    return v
+
+
+@triton.jit
+def dot_exact(h, b, IN_FLOAT32: tl.constexpr):
+    """Semantics: ``h @ b`` with float32 ``h`` and ``b`` as it is stored; float32.
+
+    The tensor cores take both of one narrow type: ``h`` goes in as two numbers, its rounding and
+    what that left over, so that the product is exact in ``h`` to 16 bits and more.
+    """
+    if IN_FLOAT32:
+        return tl.dot(h, b.to(tl.float32), input_precision="ieee")
+    high = h.to(b.dtype)
+    low = (h - high.to(tl.float32)).to(b.dtype)
+    return tl.dot(high, b, tl.dot(low, b))

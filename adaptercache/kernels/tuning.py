@@ -1,0 +1,90 @@
+"""The choice of block sizes: one rule, known from a launch's shape before anything runs.
+
+Measured on an H200 (`benchmarks/bench_kernels.py`). What carries over to other GPUs: rows are read
+in segments of 512 bytes and more; a program of the matrix-vector path holds a whole 16-row tile in
+few registers, so that many programs are in flight; and where a width is no multiple of 16, every
+element looks up its own page, which is right and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Bgmv", "Sgmv", "bgmv_blocks", "modules_at_once", "sgmv_blocks"]
+
+UNALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Bgmv:
+    """``bk``, ``bn``: columns of A and of Bᵀ a program; ``dot_…``: at once on the tensor cores."""
+
+    bk: int
+    dot_bk: int
+    bn: int
+    dot_bn: int
+    shrink_warps: int
+    expand_warps: int
+    shrink_programs: int  # a multiprocessor
+    expand_programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sgmv:
+    """``splits`` of K; ``strip``: rows of y a program."""
+
+    bk: int
+    splits: int
+    bn: int
+    strip: int
+    warps: int
+    stages: int
+
+
+def modules_at_once(rank_class: int) -> int:
+    """Modules of a group that one pair of launches takes: as registers allow."""
+    return 3 if rank_class <= 64 else 1
+
+
+def _divisor(widths: Sequence[int], most: int) -> int:
+    """The largest power of two, up to ``most``, that divides all widths."""
+    block = most
+    while any(width % block for width in widths):
+        block //= 2
+    return block
+
+
+def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Bgmv:
+    """For few tokens."""
+    bk, bn = _divisor([in_features], 256), _divisor(out_features, 512)
+    if min(bk, bn) < 16:
+        bk = bn = UNALIGNED
+    return Bgmv(
+        bk=bk,
+        dot_bk=min(bk, 128),
+        bn=bn,
+        dot_bn=min(bn, max(16, min(64, 4096 // rank_class))),
+        shrink_warps=2,
+        expand_warps=2 if bn == 512 else 1,
+        shrink_programs=20,
+        expand_programs=10,
+    )
+
+
+def sgmv_blocks(
+    in_features: int, out_features: Sequence[int], rank_class: int, tokens: int
+) -> Sgmv:
+    """For many tokens."""
+    bk = _divisor([in_features], 256 if rank_class <= 16 else 64)
+    bn = _divisor(out_features, max(16, min(256, 4096 // rank_class)))
+    if min(bk, bn) < 16:
+        bk = bn = max(16, min(UNALIGNED, 4096 // rank_class))
+    return Sgmv(
+        bk=bk,
+        splits=1 if in_features < 8 * bk else 4 if tokens < 4096 else 2,
+        bn=bn,
+        strip=16,
+        warps=4 if rank_class <= 128 else 8,
+        stages=3,
+    )

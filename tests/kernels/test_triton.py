@@ -1,0 +1,244 @@
+"""The Triton kernels against float64: interpreted where there is no GPU, compiled where there is.
+
+Each world is laid out by hand: adapters of mixed ranks, absent modules and layers, pages in no
+order; all that no adapter owns is NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+pytest.importorskip("triton")
+
+from adaptercache.base_model import BaseModel
+from adaptercache.kernels import LoraBatch, LoraStack, add_lora
+from adaptercache.kernels.launch import add_lora_triton
+from adaptercache.kernels.segments import rank_class_of
+from adaptercache.layout import ArenaShape, LoraLayout
+from adaptercache.packing import VectorSpec
+from adaptercache.testing import any_device
+
+# The interpreter's own.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+DEVICE = any_device()
+# Of the sum of the terms' magnitudes, that rounding errors are in proportion to.
+TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
+if DEVICE == "cpu":  # interpreted, bfloat16 is rounded toward zero
+    TOLERANCE["bfloat16"] *= 2
+
+
+def layout_of(k: int, widths: list[int], dtype: str) -> LoraLayout:
+    table = {
+        f"model.layers.{layer}.m{index}_proj": {"kind": "linear", "out_in": [width, k]}
+        for layer in range(2)
+        for index, width in enumerate(widths)
+    }
+    return LoraLayout(BaseModel.from_table(table), max_rank=512, dtype=dtype)
+
+
+class World:
+    """A stack with one adapter a slot, and the matrices of each."""
+
+    def __init__(
+        self, layout: LoraLayout, ranks: list[list[int]], rows: int, cell: int, seed: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, layout.dtype)
+        self.layout = layout
+        lengths = [layout.starts(each)[1] for each in ranks]
+        pages_of = [-(-length // (rows * cell)) for length in lengths]
+        shape = ArenaShape(rows, sum(pages_of) + 3, cell * layout.itemsize, layout.itemsize)
+        self.stack = LoraStack(layout, shape, len(ranks), DEVICE)
+        self.stack.arena.fill_(float("nan"))
+        free = torch.randperm(shape.num_pages, generator=generator).tolist()
+        self.matrices: list[dict[int, tuple[Tensor, Tensor, float]]] = []
+        for slot, each in enumerate(ranks):
+            starts, length = layout.starts(each)
+            vector = torch.full((length,), float("nan"), dtype=dtype)
+            found, scalings = {}, []
+            for index, (site, rank, start) in enumerate(
+                zip(layout.sites, each, starts, strict=True)
+            ):
+                scalings.append(0.5 + float(torch.rand((), generator=generator)))
+                if rank:
+                    a = torch.randn(rank, site.in_features, generator=generator).to(dtype)
+                    b = torch.randn(site.out_features, rank, generator=generator).to(dtype)
+                    at = start + -(-a.numel() // 512) * 512
+                    vector[start : start + a.numel()] = a.flatten()
+                    vector[at : at + b.numel()] = b.t().flatten()
+                    found[index] = (a, b, scalings[-1])
+            self.matrices.append(found)
+            pages = [free.pop() for _ in range(pages_of[slot])]
+            for j in range(-(-length // cell)):
+                piece = vector[j * cell : (j + 1) * cell].to(DEVICE)
+                self.stack.arena[j % rows, pages[j // rows], : len(piece)] = piece
+            row = self.stack.row(VectorSpec.of(layout, each, scalings), pages)
+            self.stack.table[slot].copy_(row)
+
+    def want(self, x: Tensor, slots: list[int], index: int) -> tuple[Tensor, Tensor]:
+        """The terms of one site in float64, and the sums of their terms' magnitudes."""
+        width = self.layout.sites[index].out_features
+        want = torch.zeros(2, len(x), width, dtype=torch.float64)
+        for row, slot in enumerate(slots):
+            if slot >= 0 and index in self.matrices[slot]:
+                a, b, scaling = self.matrices[slot][index]
+                a, b, v = a.double(), b.double(), x[row].double()
+                want[0, row] = scaling * (b @ (a @ v))
+                want[1, row] = scaling * (b.abs() @ (a.abs() @ v.abs()))
+        return want[0], want[1]
+
+
+def check(
+    world: World,
+    segments: list[tuple[int, int]],
+    layer: int,
+    *,
+    pad: int = 0,
+    rows: int | None = None,
+) -> None:
+    """One call for all modules of a layer, into views with a row stride of their own."""
+    layout = world.layout
+    sites = [i for i, site in enumerate(layout.sites) if site.layer == layer]
+    modules = [layout.sites[i].module for i in sites]
+    slots = [slot for slot, tokens in segments for _ in range(tokens)]
+    num_rows = (len(slots) if rows is None else rows) + pad
+    slots += [-1] * (num_rows - len(slots))
+    largest = max(
+        (world.matrices[s][i][0].shape[0] for s in slots if s >= 0 for i in world.matrices[s]),
+        default=1,
+    )
+    dtype = world.stack.dtype
+    generator = torch.Generator().manual_seed(len(slots))
+    x = torch.randn(num_rows, layout.sites[sites[0]].in_features, generator=generator).to(dtype)
+    widths = [layout.sites[i].out_features for i in sites]
+    whole = torch.zeros(num_rows, sum(widths) + 8, dtype=dtype, device=DEVICE)
+    outputs = list(whole[:, : sum(widths)].split(widths, dim=1))
+    batch = LoraBatch(world.stack, segments, pad_to=num_rows, rank_class=rank_class_of(largest))
+    batch.lay_out_work()
+    add_lora_triton(outputs, x.to(DEVICE), batch, modules, layer)
+    for index, got in zip(sites, outputs, strict=True) if num_rows else ():
+        want, magnitude = world.want(x, slots, index)
+        error = ((got.double().cpu() - want).abs() / magnitude.clamp(min=1e-9)).max()
+        assert error <= TOLERANCE[layout.dtype], (index, float(error))
+        untouched = [row for row, slot in enumerate(slots) if slot < 0]
+        assert not got[untouched].any()
+    assert not whole[:, sum(widths) :].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_each_token_gets_its_own_adapter(dtype: str, rows: int) -> None:
+    layout = layout_of(256, [512, 128, 128], dtype)
+    ranks = [[16] * 6, [3, 0, 5, 0, 0, 0], [64, 1, 17, 8, 40, 64]]
+    world = World(layout, ranks, rows, 1024, seed=rows)
+    for layer in (0, 1):
+        check(world, [(0, 1), (2, 1), (-1, 1), (1, 1)], layer, pad=2)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [],
+        [(-1, 5)],
+        [(0, 20), (1, 1), (0, 3)],  # tokens of one adapter, apart: two tiles, the second of 7
+        [(1, 1)],
+    ],
+    ids=["none", "base only", "shared", "one"],
+)
+def test_popularities(segments: list[tuple[int, int]]) -> None:
+    world = World(layout_of(128, [256], "float32"), [[16, 16], [40, 4]], 2, 512, seed=3)
+    check(world, segments, 0, pad=3)
+
+
+@pytest.mark.parametrize("rank", [128, 300])
+def test_large_ranks(rank: int) -> None:
+    world = World(layout_of(64, [64, 32], "float32"), [[rank, 8, 0, 0], [1, rank, 2, 2]], 2, 512, 5)
+    check(world, [(0, 1), (1, 2)], 0)
+
+
+@settings(
+    max_examples=12 if DEVICE == "cpu" else 100,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink would take minutes
+)
+@given(
+    st.sampled_from([(97, [33]), (48, [80, 16]), (7, [5, 3, 11]), (64, [64, 64, 64, 64])]),
+    st.lists(st.sampled_from([0, 1, 2, 16, 33]), min_size=16, max_size=16),
+    st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 18)), max_size=4),
+    st.integers(0, 2),
+    st.integers(0, 1 << 20),
+)
+def test_odd_widths_and_any_segments(
+    shape: tuple[int, list[int]],
+    ranks: list[int],
+    segments: list[tuple[int, int]],
+    pad: int,
+    seed: int,
+) -> None:
+    k, widths = shape
+    sites = 2 * len(widths)
+    world = World(
+        layout_of(k, widths, "float32"), [ranks[:sites], ranks[-sites:]], 1 + seed % 3, 512, seed
+    )
+    check(world, segments, seed % 2, pad=pad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefill(dtype: str) -> None:
+    layout = layout_of(256, [256, 64], dtype)
+    world = World(layout, [[16, 16, 4, 4], [64, 8, 0, 8], [0, 0, 16, 0]], 2, 1024, seed=1)
+    for layer in (0, 1):
+        check(world, [(0, 300), (-1, 7), (1, 200), (2, 33), (0, 5)], layer, rows=560)
+
+
+def test_equal_inputs_give_equal_bits() -> None:
+    world = World(layout_of(128, [128], "float32"), [[16, 16], [33, 1]], 2, 512, seed=9)
+    x = torch.randn(24, 128).to(DEVICE)
+    results: list[Any] = []
+    for _ in range(3):
+        y = torch.zeros(24, 128, device=DEVICE)
+        batch = LoraBatch(world.stack, [(0, 17), (1, 1), (0, 6)], rank_class=64)
+        batch.lay_out_work()
+        add_lora_triton([y], x, batch, ["m0_proj"], 0)
+        results.append(y.cpu())
+    assert all(result.equal(results[0]) for result in results)
+
+
+@pytest.mark.gpu
+def test_a_graph_captured_once_serves_other_batches() -> None:
+    layout = layout_of(4096, [4096, 1024, 1024], "bfloat16")
+    world = World(layout, [[16] * 6, [8] * 6, [4, 0, 2, 1, 1, 1], [16] * 6], 4, 32768, seed=2)
+    x = torch.randn(64, 4096, dtype=torch.bfloat16, device=DEVICE)
+    y = torch.zeros(64, 6144, dtype=torch.bfloat16, device=DEVICE)
+    modules = ["m0_proj", "m1_proj", "m2_proj"]
+
+    def batch_of(segments: list[tuple[int, int]]) -> LoraBatch:
+        batch = LoraBatch(world.stack, segments, pad_to=64, rank_class=16)
+        batch.lay_out_work()
+        return batch
+
+    add_lora(y, x, batch_of([(0, 64)]), modules, 0)
+    empty, graph = batch_of([]), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_lora(y, x, empty, modules, 0)
+    each_its_own = [(token % 4, 1) for token in range(64)]
+    for segments in ([(0, 1), (1, 1), (2, 60)], [(-1, 64)], [(3, 64)], each_its_own):
+        batch_of(segments)
+        y.zero_()
+        graph.replay()
+        slots = [slot for slot, tokens in segments for _ in range(tokens)]
+        slots += [-1] * (64 - len(slots))
+        wanted = [world.want(x.cpu(), slots, index) for index in range(3)]
+        want, magnitude = (torch.cat(each, dim=1) for each in zip(*wanted, strict=True))
+        error = ((y.double().cpu() - want).abs() / magnitude.clamp(min=1e-9)).max()
+        assert error <= TOLERANCE["bfloat16"]
