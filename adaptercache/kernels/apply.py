@@ -44,8 +44,6 @@ def add_lora(
     if x.is_cuda:
         from adaptercache.kernels.launch import add_lora_triton  # triton: only where it is used
 
-        if batch.work is None:
-            batch.lay_out_work()
         add_lora_triton(outputs, x, batch, modules, layer)
         return
     for output, module in zip(outputs, modules, strict=True):

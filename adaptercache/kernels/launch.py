@@ -31,14 +31,17 @@ def add_lora_triton(
     if batch.num_rows == 0:
         return
     at_once = modules_at_once(batch.rank_class)
+    work = batch.work()
     for i in range(0, len(modules), at_once):
         sites = [batch.stack.site(layer, module) for module in modules[i : i + at_once]]
         launch = _bgmv if batch.is_small else _sgmv
-        launch(list(outputs[i : i + at_once]), x, batch, sites)
+        launch(list(outputs[i : i + at_once]), x, batch, work, sites)
         batch.has_launched = True
 
 
-def _bgmv(outputs: list[Tensor], x: Tensor, batch: LoraBatch, sites: list[int]) -> None:
+def _bgmv(
+    outputs: list[Tensor], x: Tensor, batch: LoraBatch, work: Tensor, sites: list[int]
+) -> None:
     k, widths = x.shape[1], [y.shape[1] for y in outputs]
     blocks = bgmv_blocks(k, widths, batch.rank_class)
     splits = -(-k // blocks.bk)
@@ -49,7 +52,7 @@ def _bgmv(outputs: list[Tensor], x: Tensor, batch: LoraBatch, sites: list[int]) 
     multiprocessors = _multiprocessors(batch.stack.device)
     units = batch.num_rows * len(sites) * chunks * splits
     bgmv.bgmv_shrink[min(units, multiprocessors * blocks.shrink_programs),](
-        x, x.stride(0), *tables, *_three(sites), batch.work, batch.capacity, partials,
+        x, x.stride(0), *tables, *_three(sites), work, batch.capacity, partials,
         batch.num_rows,
         K=k, M=len(sites), RANK=batch.rank_class, BK=blocks.bk, DOT_BK=blocks.dot_bk,
         ALIGNED=aligned, num_warps=blocks.shrink_warps, **paged, **_pdl(batch, first=True),
@@ -57,7 +60,7 @@ def _bgmv(outputs: list[Tensor], x: Tensor, batch: LoraBatch, sites: list[int]) 
     strips = sum(-(-width // blocks.bn) for width in widths)
     bgmv.bgmv_expand[min(batch.num_rows * strips, multiprocessors * blocks.expand_programs),](
         *_three(outputs), *_three([y.stride(0) for y in outputs]), *tables[:4],
-        batch.stack.scaling, *tables[4:], *_three(sites), batch.work, batch.capacity, partials,
+        batch.stack.scaling, *tables[4:], *_three(sites), work, batch.capacity, partials,
         batch.num_rows,
         K=k, **_widths(widths), M=len(sites), SPLITS=splits,
         SPLITS_POW2=triton.next_power_of_2(splits), RANK=batch.rank_class, BN=blocks.bn,
@@ -66,7 +69,9 @@ def _bgmv(outputs: list[Tensor], x: Tensor, batch: LoraBatch, sites: list[int]) 
     )  # fmt: skip
 
 
-def _sgmv(outputs: list[Tensor], x: Tensor, batch: LoraBatch, sites: list[int]) -> None:
+def _sgmv(
+    outputs: list[Tensor], x: Tensor, batch: LoraBatch, work: Tensor, sites: list[int]
+) -> None:
     k, widths = x.shape[1], [y.shape[1] for y in outputs]
     blocks = sgmv_blocks(k, widths, batch.rank_class, batch.num_rows)
     partials = batch.stack.scratch(len(sites) * blocks.splits * batch.num_rows * batch.rank_class)
@@ -75,7 +80,7 @@ def _sgmv(outputs: list[Tensor], x: Tensor, batch: LoraBatch, sites: list[int]) 
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     tiles = batch.capacity if capturing else max(1, batch.num_tiles)
     sgmv.sgmv_shrink[tiles, blocks.splits](
-        x, x.stride(0), *tables, *_three(sites), batch.work, batch.capacity, partials,
+        x, x.stride(0), *tables, *_three(sites), work, batch.capacity, partials,
         batch.num_rows,
         K=k, M=len(sites), SPLITS=blocks.splits, RANK=batch.rank_class, BM=sgmv.TILE,
         BK=blocks.bk, ALIGNED=aligned, STAGES=blocks.stages, num_warps=blocks.warps, **paged,
@@ -84,7 +89,7 @@ def _sgmv(outputs: list[Tensor], x: Tensor, batch: LoraBatch, sites: list[int]) 
     strips = sum(-(-width // blocks.bn) for width in widths)
     sgmv.sgmv_expand[strips, tiles * (sgmv.TILE // blocks.strip)](
         *_three(outputs), *_three([y.stride(0) for y in outputs]), *tables[:4],
-        batch.stack.scaling, *tables[4:], *_three(sites), batch.work, batch.capacity, partials,
+        batch.stack.scaling, *tables[4:], *_three(sites), work, batch.capacity, partials,
         batch.num_rows,
         K=k, **_widths(widths), M=len(sites), SPLITS=blocks.splits, RANK=batch.rank_class,
         BM=sgmv.TILE, STRIP=blocks.strip, BN=blocks.bn, ALIGNED=aligned, num_warps=4, **paged,

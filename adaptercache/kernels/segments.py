@@ -67,8 +67,6 @@ class LoraBatch:
         self.segments = tuple(segments)
         self.rank_class = rank_class
         self._wait = wait
-        self.has_launched = False
-        """Whether a kernel of this batch was launched (see `launch`)."""
         self.is_small = self.num_rows <= SMALL
         """Whether the kernels for few tokens take it; fixed by the number of rows."""
         self._tile = SMALL_TILE if self.is_small else LARGE_TILE
@@ -77,9 +75,11 @@ class LoraBatch:
         if not self.is_small:
             self.capacity = self.num_rows // self._tile + min(stack.num_slots, self.num_rows)
         self.num_tiles = 0
-        self.work: Tensor | None = None
-        """``int32 [1 + 3 * capacity + num_rows]``: the number of tiles; for each its slot, where
-        its tokens begin in the order, and how many there are; the order: tokens by slot."""
+        self.has_launched = False
+        """Whether a kernel was launched since the work was laid out (see `launch`)."""
+        self._name = object()
+        if stack.device.type == "cuda":
+            self.work()  # for a replay of a graph, which calls nothing else
 
     @property
     def token_slots(self) -> Tensor:
@@ -88,8 +88,32 @@ class LoraBatch:
         slots += [BASE_SLOT] * (self.num_rows - self.num_tokens)
         return torch.tensor(slots, dtype=torch.int32)
 
-    def lay_out_work(self) -> None:
-        """Write the work into the stack's buffer, asynchronously, behind the step before."""
+    def work(self) -> Tensor:
+        """The kernels' work, on the GPU: ``int32 [1 + 3 * capacity + num_rows]``.
+
+        The number of tiles; for each its slot, where its tokens begin in the order, and how many
+        there are; the order: tokens by slot. Batches of as many rows share the buffer, so that a
+        CUDA graph finds the next batch's work in it; if another batch's is in it, this writes ours
+        again, behind the launches so far.
+
+        Raises:
+            RuntimeError: it would have to be written while a CUDA graph is captured: each replay
+                would then run the captured batch again.
+        """
+        numel = 1 + 3 * self.capacity + self.num_rows
+        buffer, name = self.stack.work(self.num_rows, numel)
+        if name is not self._name:
+            if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a LoraBatch is made before a CUDA graph is captured, and the batch that was "
+                    f"made last for {self.num_rows} rows is the one to capture"
+                )
+            self.stack.name_work(self.num_rows, self._name)
+            buffer.copy_(self._lay_out(numel), non_blocking=True)
+            self.has_launched = False
+        return buffer
+
+    def _lay_out(self, numel: int) -> Tensor:
         rows: dict[int, list[int]] = {}
         row = 0
         for slot, tokens in self.segments:
@@ -105,15 +129,13 @@ class LoraBatch:
             order += its_rows
         self.num_tiles = len(tiles)
         on_gpu = self.stack.device.type == "cuda"
-        numel = 1 + 3 * self.capacity + self.num_rows
         host = torch.zeros(numel, dtype=torch.int32, pin_memory=on_gpu)
         host[0] = len(tiles)
         if tiles:
             table = host[1 : 1 + 3 * self.capacity].view(3, self.capacity)
             table[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).t()
             host[1 + 3 * self.capacity :][: len(order)] = torch.tensor(order, dtype=torch.int32)
-        self.work = self.stack.work(self.num_rows, numel)
-        self.work.copy_(host, non_blocking=True)
+        return host
 
     def wait(self, layer: int) -> None:
         """Make the compute stream wait until this layer's adapters are in place."""

@@ -62,6 +62,7 @@ class LoraStack:
         self.start.fill_(-1)
         self._index = {(s.layer, s.module): i for i, s in enumerate(layout.sites)}
         self._work: dict[int, Tensor] = {}
+        self._work_of: dict[int, object] = {}
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
 
     @property
@@ -86,14 +87,18 @@ class LoraStack:
                 f"{self.layout.num_layers - 1} with {', '.join(self.layout.modules)}"
             ) from None
 
-    def work(self, num_rows: int, numel: int) -> Tensor:
-        """The buffer that a batch of ``num_rows`` rows writes its work into: ``int32 [numel]``,
-        the same one each time, so that a CUDA graph finds the next batch's there."""
+    def work(self, num_rows: int, numel: int) -> tuple[Tensor, object]:
+        """The buffer of work for batches of ``num_rows`` rows, ``int32 [numel]``, the same one each
+        time; and the name that `name_work` gave it last."""
         buffer = self._work.get(num_rows)
         if buffer is None:
             buffer = torch.zeros(numel, dtype=torch.int32, device=self.device)
             self._work[num_rows] = buffer
-        return buffer
+        return buffer, self._work_of.get(num_rows)
+
+    def name_work(self, num_rows: int, name: object) -> None:
+        """Say whose work is in the buffer from now on."""
+        self._work_of[num_rows] = name
 
     def scratch(self, numel: int) -> Tensor:
         """Space for partial sums, shared by all launches on the one compute stream.

@@ -124,7 +124,6 @@ def check(
     whole = torch.zeros(num_rows, sum(widths) + 8, dtype=dtype, device=DEVICE)
     outputs = list(whole[:, : sum(widths)].split(widths, dim=1))
     batch = LoraBatch(world.stack, segments, pad_to=num_rows, rank_class=rank_class_of(largest))
-    batch.lay_out_work()
     add_lora_triton(outputs, x.to(DEVICE), batch, modules, layer)
     for index, got in zip(sites, outputs, strict=True) if num_rows else ():
         want, magnitude = world.want(x, slots, index)
@@ -208,10 +207,36 @@ def test_equal_inputs_give_equal_bits() -> None:
     for _ in range(3):
         y = torch.zeros(24, 128, device=DEVICE)
         batch = LoraBatch(world.stack, [(0, 17), (1, 1), (0, 6)], rank_class=64)
-        batch.lay_out_work()
         add_lora_triton([y], x, batch, ["m0_proj"], 0)
         results.append(y.cpu())
     assert all(result.equal(results[0]) for result in results)
+
+
+def test_batches_that_are_open_at_once_keep_their_own_adapters() -> None:
+    world = World(layout_of(64, [32], "float32"), [[16, 8], [4, 16]], 1, 512, seed=4)
+    x = torch.randn(3, 64)
+    orders = ([(0, 1), (1, 2)], [(1, 1), (-1, 1), (0, 1)])
+    batches = [LoraBatch(world.stack, order) for order in orders]
+    for layer in (0, 1):
+        for order, batch in zip(orders, batches, strict=True):
+            y = torch.zeros(3, 32, device=DEVICE)
+            add_lora_triton([y], x.to(DEVICE), batch, ["m0_proj"], layer)
+            slots = [slot for slot, tokens in order for _ in range(tokens)]
+            want, magnitude = world.want(x, slots, layer)
+            assert ((y.cpu() - want).abs() <= 2e-6 * magnitude).all()
+
+
+@pytest.mark.gpu
+def test_a_batch_cannot_be_made_while_a_graph_is_captured() -> None:
+    world = World(layout_of(64, [32], "float32"), [[16, 16]], 1, 512, seed=4)
+    x, y = torch.randn(4, 64, device=DEVICE), torch.zeros(4, 32, device=DEVICE)
+    add_lora(y, x, LoraBatch(world.stack, [(0, 4)]), ["m0_proj"], 0)
+    stale = LoraBatch(world.stack, [(0, 4)])
+    LoraBatch(world.stack, [(0, 1)], pad_to=4)
+    refusal = pytest.raises(RuntimeError, match="before a CUDA graph is captured")
+    with refusal, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        y.zero_()
+        add_lora(y, x, stale, ["m0_proj"], 0)
 
 
 @pytest.mark.gpu
@@ -223,9 +248,7 @@ def test_a_graph_captured_once_serves_other_batches() -> None:
     modules = ["m0_proj", "m1_proj", "m2_proj"]
 
     def batch_of(segments: list[tuple[int, int]]) -> LoraBatch:
-        batch = LoraBatch(world.stack, segments, pad_to=64, rank_class=16)
-        batch.lay_out_work()
-        return batch
+        return LoraBatch(world.stack, segments, pad_to=64, rank_class=16)
 
     add_lora(y, x, batch_of([(0, 64)]), modules, 0)
     empty, graph = batch_of([]), torch.cuda.CUDAGraph()
