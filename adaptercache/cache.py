@@ -171,15 +171,14 @@ class AdapterCache:
         Raises:
             RuntimeError: a lease that is not ready, or was released.
             ValueError: more tokens than ``pad_to``, or ranks over ``rank_to``.
+            AdapterCacheError: the GPU's memory was given back (`drop_gpu`).
         """
         with self._leasing.hold(list(pairs)) as (segments, rank):
             if rank_to is not None and rank > rank_to:
                 raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
-            stack = self._gpu.stack
-            assert stack is not None, "what is held is on the GPU"
             rank_class = rank_class_of(rank_to or rank)
             with self._gpu.streams.step():
-                yield LoraBatch(stack, segments, pad_to=pad_to, rank_class=rank_class)
+                yield LoraBatch(self._gpu.stack, segments, pad_to=pad_to, rank_class=rank_class)
 
     @property
     def pages(self) -> KVPages:
@@ -247,7 +246,6 @@ class AdapterCache:
 
     def warmup(self) -> None:
         """Do ahead what the first step would have to wait for."""
-        assert self._gpu.stack is not None
         LoraBatch(self._gpu.stack, [(BASE_SLOT, 1)])
 
     def drop_gpu(self) -> None:

@@ -21,7 +21,5 @@ def held_weights(
 ) -> tuple[Tensor, Tensor, float] | None:
     """``(A [r, in], B [out, r], scaling)`` as the lease's slot names them now, read back from the
     arena into CPU tensors; None where the adapter has nothing there."""
-    stack = cache._gpu.stack
-    assert stack is not None, "the arena was dropped"
-    found = stack.dense(lease.slot, layer, module)
+    found = cache._gpu.stack.dense(lease.slot, layer, module)
     return (found[0].cpu(), found[1].cpu(), found[2]) if found is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from adaptercache.errors import CapacityError
+from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.kernels.stack import LoraStack
 from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
 from adaptercache.packing import VectorSpec
@@ -42,16 +42,43 @@ class GpuTier:
         self.device = device
         self.streams = Streams(device)
         self._num_slots = num_slots
-        self.stack: LoraStack | None = None
-        self._staging: Tensor | None = None
+        self._memory: tuple[LoraStack, Tensor] | None = None  # and the staging buffer
         self.restore()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the memory is allocated."""
+        return self._memory is not None
+
+    @property
+    def stack(self) -> LoraStack:
+        """The arena and its tables.
+
+        Raises:
+            AdapterCacheError: they are not allocated.
+        """
+        return self._allocated()[0]
+
+    def _allocated(self) -> tuple[LoraStack, Tensor]:
+        if self._memory is None:
+            raise AdapterCacheError(
+                "the arena is not allocated: after drop_gpu, call restore; after close, it is gone"
+            )
+        return self._memory
 
     def restore(self) -> None:
         """Allocate arena and tables, at new addresses, unless they are there."""
-        if self.stack is not None:
+        if self._memory is not None:
             return
+        page_elems = self.shape.rows * self.shape.page_elems
+        pages = max(1, STAGING_BYTES // (page_elems * self.shape.itemsize))
         try:
-            self.stack = LoraStack(self.layout, self.shape, self._num_slots, self.device)
+            stack = LoraStack(self.layout, self.shape, self._num_slots, self.device)
+            staging = torch.empty(
+                (pages, self.shape.rows, self.shape.page_elems),
+                dtype=stack.dtype,
+                device=self.device,
+            )
         except torch.OutOfMemoryError as error:
             shape = self.shape
             free, _ = torch.cuda.mem_get_info(self.device)
@@ -60,18 +87,11 @@ class GpuTier:
                 needed=shape.rows * shape.num_pages * shape.page_bytes,
                 limit=free,
             ) from error
-        page_elems = self.shape.rows * self.shape.page_elems
-        pages = max(1, STAGING_BYTES // (page_elems * self.shape.itemsize))
-        self._staging = torch.empty(
-            (pages, self.shape.rows, self.shape.page_elems),
-            dtype=self.stack.dtype,
-            device=self.device,
-        )
+        self._memory = stack, staging
 
     def drop(self) -> None:
         """Give the memory back. Nothing may be reading it."""
-        self.stack = None
-        self._staging = None
+        self._memory = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -83,11 +103,11 @@ class GpuTier:
         Args:
             pieces: the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
         """
-        assert self.stack is not None and self._staging is not None, "the arena was dropped"
+        stack, pages_of_staging = self._allocated()
         at = torch.tensor(pages, dtype=torch.int64).to(self.device)
-        row = self.stack.row(spec, pages)
-        staging = self._staging.view(torch.uint8).flatten()
-        at_once = len(self._staging)
+        row = stack.row(spec, pages)
+        staging = pages_of_staging.view(torch.uint8).flatten()
+        at_once = len(pages_of_staging)
         page_bytes = len(staging) // at_once
         with self.streams.copying():
             written = filled = 0
@@ -99,13 +119,13 @@ class GpuTier:
                     written += at_once
                     filled = 0
             self._scatter(at[written : written + -(-filled // page_bytes)])
-            self.stack.table[slot].copy_(row, non_blocking=True)
+            stack.table[slot].copy_(row, non_blocking=True)
 
     def _scatter(self, pages: Tensor) -> None:
         """The first pages of the staging buffer into these pages of the arena."""
-        assert self.stack is not None and self._staging is not None
+        stack, staging = self._allocated()
         if len(pages):
-            self.stack.arena.index_copy_(1, pages, self._staging[: len(pages)].transpose(0, 1))
+            stack.arena.index_copy_(1, pages, staging[: len(pages)].transpose(0, 1))
 
     def kv_view(
         self,
@@ -122,8 +142,8 @@ class GpuTier:
 
         Raises:
             ValueError: they don't, or there is no such layer.
+            AdapterCacheError: the arena is not allocated.
         """
-        assert self.stack is not None, "the arena was dropped"
         if not 0 <= layer < self.shape.rows:
             raise ValueError(f"layer {layer}: the arena has rows 0 to {self.shape.rows - 1}")
         dtype = dtype or getattr(torch, kv.dtype)

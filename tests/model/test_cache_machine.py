@@ -511,9 +511,8 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.look()
-        stack = self.cache._gpu.stack
         for slot, revision in set(self.slots()):
-            assert stack is not None
+            stack = self.cache._gpu.stack
             for site in LAYOUT.sites:
                 want = self.versions[revision].matrices(site.path)
                 got = stack.dense(slot, site.layer, site.module)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adaptercache import CacheClosed, CapacityError, Tier
+from adaptercache import AdapterCacheError, CacheClosed, CapacityError, Tier
 
 
 def test_a_cache_that_is_asleep_can_be_closed(tiny: Any) -> None:
@@ -29,7 +29,7 @@ def test_restoring_a_closed_cache_takes_no_memory(tiny: Any) -> None:
     cache.close()
     with pytest.raises(CacheClosed):
         cache.restore()
-    assert cache._gpu.stack is None
+    assert not cache._gpu.is_up
 
 
 def test_restore_ends_though_leases_took_all_slots_meanwhile(tiny: Any) -> None:
@@ -68,3 +68,18 @@ def test_a_restore_that_found_no_memory_can_be_tried_again(
                 cache.restore()
         cache.restore()
         assert cache.resident(Tier.GPU) == {"a"}
+
+
+def test_what_needs_the_arena_says_so_while_it_is_given_back(tiny: Any) -> None:
+    with tiny.cache(tiny.source("a")) as cache:
+        cache.drop_gpu()
+        with pytest.raises(AdapterCacheError, match="restore"), cache.lora_batch([]):
+            pass
+        base = [(cache.acquire(None), 3)]
+        with pytest.raises(AdapterCacheError, match="restore"), cache.lora_batch(base):
+            pass
+        with pytest.raises(AdapterCacheError, match="restore"):
+            cache.warmup()
+        cache.restore()
+        with cache.lora_batch(base) as lora:
+            assert lora.num_tokens == 3

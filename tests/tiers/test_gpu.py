@@ -98,7 +98,6 @@ class Pages:
     def load(self, name: str) -> bytes:
         slot, pages, nbytes = self._held[name]
         stack = self.tier.stack
-        assert stack is not None
         stack.table[slot] = stack.row(spec_of_length(nbytes // 4), pages)  # slots are fewer
         return to_bytes(stack.elements(slot, 0, nbytes // 4))
 
@@ -142,7 +141,6 @@ def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
     pages = (7, 2, 9)
     data = to_bytes(vector)
     tier.write(0, pages, spec_of_length(len(vector)), Pieces(data))
-    assert tier.stack is not None
     for cell in range(5):
         at = tier.stack.arena[cell % 2, pages[cell // 2]]
         assert at.cpu().equal(vector[cell * elements : (cell + 1) * elements])
@@ -150,14 +148,12 @@ def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
 
 def test_an_empty_slot_has_no_site() -> None:
     tier = gpu_tier()
-    assert tier.stack is not None
     assert all(tier.stack.dense(3, s.layer, s.module) is None for s in LAYOUT.sites)
 
 
 def test_addresses_stay_where_they_are_when_adapters_come_and_go() -> None:
     tier = gpu_tier()
     stack = tier.stack
-    assert stack is not None
     before = [t.data_ptr() for t in (stack.arena, stack.pages, stack.start, stack.scaling)]
     for slot in range(3):
         tier.write(slot, (slot,), spec_of_length(8), Pieces(bytes(32)))
@@ -170,7 +166,6 @@ def test_a_kv_block_is_a_page_of_its_layers_row() -> None:
     view = tier.kv_view(KV, 1)
     assert view.shape == (NUM_PAGES, 2, 16, 1, 16)
     view[4] = 3.0
-    assert tier.stack is not None
     assert (tier.stack.arena[1, 4] == 3.0).all()
 
 
@@ -221,9 +216,8 @@ def test_after_drop_and_restore_the_tier_is_empty_and_usable() -> None:
     tier = gpu_tier()
     tier.drop()
     tier.drop()
-    assert tier.stack is None
+    assert not tier.is_up
     tier.restore()
     data = bytes(range(32))
     tier.write(0, (3,), spec_of_length(8), Pieces(data))
-    assert tier.stack is not None
     assert to_bytes(tier.stack.elements(0, 0, 8)) == data
