@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from adaptercache.batch import KVRoom, Load
 from adaptercache.blocks import BlockAllocator, Run
+from adaptercache.errors import CapacityError
 from adaptercache.identity import Digest
 from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
 from adaptercache.pages import Owner, PageAllocator
@@ -73,7 +74,15 @@ class GpuArena(Residency[GpuPlace]):
         """With the floors that these layouts ask for; ``kv`` None: adapters alone."""
         if kv is None:
             return cls(shape, num_slots, None, 0, new_policy)
-        adapter_floor = min(shape.pages_for(layout.max_elements), shape.num_pages)
+        adapter_floor = shape.pages_for(layout.max_elements)
+        if adapter_floor >= shape.num_pages:
+            raise CapacityError(
+                "gpu_bytes leaves KV no page beside one adapter of max_rank "
+                f"{layout.max_rank} at every site: raise it, or lower max_rank",
+                needed=adapter_floor + 1,
+                limit=shape.num_pages,
+                unit="pages",
+            )
         return cls(shape, num_slots, adapter_floor, kv.floor_pages, new_policy)
 
     def kv_room(self) -> KVRoom:

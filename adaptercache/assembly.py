@@ -71,9 +71,13 @@ def assemble(
     clock: Callable[[], float],
 ) -> Parts:
     """Build the tables, take the memory, and start the threads."""
+    if not isinstance(layout, LoraLayout):
+        raise TypeError(f"layout is a {type(layout).__name__}: make it with LoraLayout.from_config")
+    _check(budgets)
+    _check_device(device)
     shape = ArenaShape.fit(layout, kv, budgets.gpu_bytes)
     num_blocks = budgets.host_bytes // budgets.host_block_bytes
-    _check(budgets)
+    gpu = GpuTier(layout, shape, budgets.gpu_slots, device)  # first: it may find no memory
     ledger = Ledger(
         GpuArena.shared(shape, budgets.gpu_slots, layout, kv, lambda: new_policy(policy)),
         HostArena(num_blocks, budgets.host_block_bytes, lambda: new_policy(policy)),
@@ -84,7 +88,6 @@ def assemble(
     deciding = Deciding(ledger)
     remote = open_source(source) if source is not None else None
     puts = TensorSource()
-    gpu = GpuTier(layout, shape, budgets.gpu_slots, device)
     host = HostTier(num_blocks, budgets.host_block_bytes, pinned=device.type == "cuda")
     disk = DiskTier(disk_dir)
     fetcher = Fetcher(remote, puts, disk, layout, read_options, ledger, deciding.lock)
@@ -98,7 +101,20 @@ def assemble(
     return Parts(ledger, deciding, disk, host, gpu, puts, movers, lifter, leasing, pages)
 
 
+def _check_device(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r}: the arena is on cuda or on cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {str(device)!r}: torch sees {torch.cuda.device_count()} GPUs; device='cpu' "
+            "runs everything without one"
+        )
+
+
 def _check(budgets: Budgets) -> None:
+    for name in ("gpu_bytes", "gpu_slots", "host_bytes", "host_block_bytes", "disk_bytes"):
+        if not isinstance(getattr(budgets, name), int):
+            raise TypeError(f"{name} is {getattr(budgets, name)!r}: give an int")
     least = {
         "gpu_slots": (budgets.gpu_slots, 1, "slots"),
         "host_bytes": (budgets.host_bytes, budgets.host_block_bytes, "bytes"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from adaptercache.errors import AdapterCacheError, CapacityError
-from adaptercache.identity import Digest
+from adaptercache.identity import Digest, check_id
 from adaptercache.placement import Placement
 
 __all__ = ["Decision", "Load", "Request", "Standing", "plan"]
@@ -35,6 +35,11 @@ class Request:
     adapter_id: str | None = None
     num_tokens: int = 1
     kv_pages: int = 0
+
+    def __post_init__(self) -> None:
+        check_id(self.adapter_id)
+        if self.num_tokens < 0 or self.kv_pages < 0:
+            raise ValueError(f"{self}: num_tokens and kv_pages are not negative")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,11 @@ from adaptercache.assembly import Budgets, assemble
 from adaptercache.batch import Request
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.errors import CacheClosed
-from adaptercache.identity import AdapterKey, Digest
+from adaptercache.identity import AdapterKey, Digest, check_id
 from adaptercache.kernels.segments import BASE_SLOT, LoraBatch, rank_class_of
 from adaptercache.kv import KVPages
 from adaptercache.layout import KVLayout, LoraLayout
 from adaptercache.lease import Admission, Lease
-from adaptercache.movers import Hop
 from adaptercache.sleep import fall_asleep, wake_up
 from adaptercache.snapshot import resident_ids, snapshot
 from adaptercache.stats import Stats, Tier
@@ -31,15 +30,14 @@ from adaptercache.tiers.remote import Source
 __all__ = ["AdapterCache"]
 
 log = logging.getLogger(__name__)
-THREADS = {Hop.FETCH: 4, Hop.READ: 2, Hop.COPY: 1}
 
 
 class AdapterCache:
     """LoRA adapters in tiers: GPU, pinned CPU memory, local disk, and a source.
 
     Thread-safe. Nothing here waits for I/O or the GPU but `close`, `drop_gpu`, `restore`,
-    `warmup`, and what is asked of a lease or a future. Owns its threads, its memory, and the
-    files under ``disk_dir``; `close`, or a ``with`` block, gives them back.
+    `warmup`, and what is asked of a lease or a future. Owns its threads, its memory, and a
+    temporary disk folder; `close`, or a ``with`` block, gives them back.
 
     Args:
         layout: the sites of the base model that adapters may touch.
@@ -61,6 +59,7 @@ class AdapterCache:
 
     Raises:
         CapacityError: a budget that holds nothing, or that the machine doesn't have.
+        NotADirectoryError, TypeError, ValueError: a source, a budget or a device that is none.
         AdapterUnsupported: a KV layout that adapters can't share an arena with.
     """
 
@@ -109,7 +108,7 @@ class AdapterCache:
         """Ask for an adapter; None is the base model. Never blocks; see `Lease` for how to wait.
 
         Raises:
-            CacheClosed: nothing else; what fails is raised by the lease.
+            CacheClosed, TypeError: nothing else; what fails is raised by the lease.
         """
         return self._leasing.acquire(adapter_id)
 
@@ -121,7 +120,9 @@ class AdapterCache:
         """
         if isinstance(adapter_ids, str):
             raise TypeError("adapter_ids is one string; give a list of ids")
-        hinted = [adapter_id for adapter_id in adapter_ids if adapter_id is not None]
+        if to not in (Tier.GPU, Tier.HOST, Tier.DISK):
+            raise ValueError(f"to={to!r}: Tier.GPU, Tier.HOST or Tier.DISK")
+        hinted = [found for adapter_id in adapter_ids if (found := check_id(adapter_id))]
         with self._deciding:
             self._deciding.check_open()
             now = self._ledger.clock()
@@ -178,7 +179,9 @@ class AdapterCache:
                 raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
             rank_class = rank_class_of(rank_to or rank)
             with self._gpu.streams.step():
-                yield LoraBatch(self._gpu.stack, segments, pad_to=pad_to, rank_class=rank_class)
+                stack = self._gpu.stack
+                with LoraBatch(stack, segments, pad_to=pad_to, rank_class=rank_class) as batch:
+                    yield batch
 
     @property
     def pages(self) -> KVPages:

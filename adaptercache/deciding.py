@@ -7,6 +7,7 @@ user's code, is put on the ledger's outbox meanwhile and run after the lock is r
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ class Deciding:
     def __init__(self, ledger: Ledger) -> None:
         self.lock = threading.Lock()
         self.closed = False
+        self._process = os.getpid()
         self.advance: Callable[[], None] = lambda: None
         """Starts what can be started; called with the lock held."""
         self._ledger = ledger
@@ -69,9 +71,12 @@ class Deciding:
             self.advance()
 
     def check_open(self) -> None:
-        """Raises CacheClosed once the cache is closed. Call with the lock held."""
+        """Raises CacheClosed once the cache is closed, RuntimeError in a forked child, which has
+        none of the threads. Call with the lock held."""
         if self.closed:
             raise CacheClosed()
+        if os.getpid() != self._process:
+            raise RuntimeError("this cache was made before the fork: make one in each process")
 
     def tell(self) -> None:
         """Run what is on the outbox: futures, hooks, log lines. Without the lock."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptercache.checkpoint import Checkpoint, ReadOptions, read_checkpoint
-from adaptercache.errors import AdapterInvalid, AdapterNotFound, LoadFailed
+from adaptercache.errors import AdapterInvalid, AdapterNotFound, AdapterUnsupported, LoadFailed
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.layout import LoraLayout
 from adaptercache.ledger import Ledger
@@ -130,8 +130,9 @@ class Fetcher:
             with self._claimed(nbytes + packed_size(self._layout, spec)):
                 self._publish(folder, key, checkpoint)
             return Fetched(key, checkpoint.digest, spec.elements, nbytes)
-        except AdapterInvalid as error:  # the temporary folder would tell nobody anything
-            error.where = error.where.replace(f"{folder}/", "")
+        except (AdapterInvalid, AdapterUnsupported) as error:
+            # The temporary folder would tell nobody anything.
+            error.where = error.where.replace(f"{folder}/", "").replace(str(folder), "")
             raise
         finally:
             self._disk.discard(folder)

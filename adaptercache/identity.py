@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["AdapterKey", "Digest", "content_digest"]
+__all__ = ["AdapterKey", "Digest", "check_id", "content_digest"]
 
 Digest: TypeAlias = bytes
 """32 bytes over an adapter's content; independent of any layout. Made by `content_digest`."""
@@ -31,6 +31,13 @@ class AdapterKey:
 
     adapter_id: str
     revision: str
+
+
+def check_id(adapter_id: str | None) -> str | None:
+    """An adapter id as it is; None is the base model. Raises TypeError for anything else."""
+    if adapter_id is not None and not isinstance(adapter_id, str):
+        raise TypeError(f"adapter id {adapter_id!r}: give a str, or None for the base model")
+    return adapter_id
 
 
 def content_digest(parts: Iterable[tuple[str, bytes | memoryview]]) -> Digest:

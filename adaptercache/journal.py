@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterable
 from functools import partial
 
-from adaptercache.errors import AdapterCacheError, CacheClosed
+from adaptercache.errors import AdapterCacheError, AdapterNotFound, CacheClosed
 from adaptercache.identity import Digest
 from adaptercache.ledger import Ledger
 from adaptercache.movers import Hop
@@ -44,7 +44,9 @@ class Journal:
         self._ledger.counters.loads[source, to, "failed"] += 1
         self._ledger.load_failed(adapter_ids, error)
         ids = adapter_ids or [error.adapter_id or ""]
-        self._write(logging.WARNING, f"{hop.label} failed: {error}", hop, seconds, ids, None)
+        # Unknown ids are the callers' affair: they must not flood the log.
+        level = logging.INFO if isinstance(error, AdapterNotFound) else logging.WARNING
+        self._write(level, f"{hop.label} failed: {error}", hop, seconds, ids, None)
 
     def warn(self, hop: Hop, seconds: float, text: str) -> None:
         """Something went wrong that nobody waits for."""

@@ -36,8 +36,10 @@ class KVPages:
 
         Raises:
             CapacityError: there can never be so many; an adapter of maximum rank always has room.
+            CacheClosed: the cache is closed.
         """
         with self._deciding.freeing():
+            self._deciding.check_open()
             limit = self._lifts.kv_room().limit
             if n > limit:
                 raise CapacityError(

@@ -89,6 +89,7 @@ class LoraLayout:
         max_rank: int = 64,
         dtype: str = "bfloat16",
     ) -> None:
+        dtype = str(dtype).removeprefix("torch.")  # torch.bfloat16 is as good
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype {dtype!r}: weights are bfloat16, float16 or float32")
         if max_rank < 1:
@@ -195,6 +196,8 @@ def _sites(base: BaseModel, targets: Collection[str] | Literal["all-linear"]) ->
         Site(layer, name.rpartition(".")[2] if unique else name, path, *_in_out(base, path))
         for layer, name, path in places
     ]
+    if isinstance(targets, str) and targets != "all-linear":
+        raise TypeError(f'targets {targets!r}: give a list of names, or "all-linear"')
     if targets != "all-linear":
         unknown = sorted(set(targets) - {site.module for site in sites})
         if unknown or not targets:
@@ -233,6 +236,12 @@ class KVLayout:
     head_dim: int
     dtype: str = "bfloat16"
     floor_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(ITEMSIZE)}")
+        if min(self.block_size, self.kv_heads, self.head_dim) < 1 or (self.floor_pages or 0) < 0:
+            raise ValueError(f"{self}: sizes are positive")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

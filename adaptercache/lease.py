@@ -160,7 +160,9 @@ class Lease:
 
     def __del__(self) -> None:
         grant = self._grant
-        if grant is not None and not grant.released and self._issuer is not None:
+        if grant is None or grant.released or grant.error is not None:
+            return  # it holds nothing
+        if self._issuer is not None:
             self._issuer.abandon(grant)
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from adaptercache.arena import GpuPlace
 from adaptercache.batch import Decision, Request, plan
 from adaptercache.deciding import Deciding
-from adaptercache.identity import Digest
+from adaptercache.identity import Digest, check_id
 from adaptercache.kernels.segments import BASE_SLOT
 from adaptercache.lease import Admission, Lease
 from adaptercache.ledger import Ledger
@@ -52,6 +52,7 @@ class Leasing:
         self._janitor.start()
 
     def acquire(self, adapter_id: str | None) -> Lease:
+        check_id(adapter_id)
         if adapter_id is None:
             return Lease(None, None, None)
         ledger = self._ledger
@@ -195,8 +196,9 @@ class Leasing:
                 lapses = time.monotonic() + PROMISE_S
 
     def _take_back_abandoned(self, grant: Grant) -> None:
+        text = "a lease on %r was dropped unreleased"
         fields = {"adapter_id": grant.adapter_id}
-        line = partial(log.warning, "a lease was dropped unreleased", extra=fields)
+        line = partial(log.warning, text, grant.adapter_id, extra=fields)
         with suppress(BaseException), self._deciding.freeing():
             self._ledger.release(grant)
             self._ledger.outbox.append(line)

@@ -151,7 +151,7 @@ class Ledger:
         if known.digest in self.waiting.draining:
             return False
         self.gpu.lease(copy)
-        self.waiting.used(grant.adapter_id)
+        self.waiting.forget_hint(grant.adapter_id)
         grant.digest = known.digest
         grant.slot = copy.place.slot
         grant.key = AdapterKey(grant.adapter_id, known.revision)  # last: it is ready from now on
@@ -238,6 +238,7 @@ class Ledger:
         for adapter_id in adapter_ids:
             self.failures.add(adapter_id, error, now)
             self.waiting.note_failed(adapter_id, error)
+            self.waiting.forget_hint(adapter_id)
             for grant in self.waiting.grants(adapter_id):
                 self.fail(grant, error)
 

@@ -141,8 +141,8 @@ class WaitingList:
         if adapter_id in self._hints or len(self._hints) < MAX_HINTS:
             self._hints[adapter_id] = (to, now + HINT_LASTS_S)
 
-    def used(self, adapter_id: str) -> None:
-        """What was hinted at has come."""
+    def forget_hint(self, adapter_id: str) -> None:
+        """What was hinted at has come, or has failed."""
         if self._hints:
             self._hints.pop(adapter_id, None)
 

@@ -36,6 +36,7 @@ def add_lora(
     Raises:
         ValueError: an unknown module or layer, or a shape that doesn't fit.
         TypeError: a dtype or device that is not the arena's.
+        RuntimeError: the batch's ``with`` block has ended.
 
     Thread-safe as far as y is the caller's own.
     """
@@ -54,6 +55,10 @@ def _outputs(
     y: Tensor | Sequence[Tensor], x: Tensor, batch: LoraBatch, modules: Sequence[str], layer: int
 ) -> list[Tensor]:
     """One output a module; everything is checked before anything is computed."""
+    if batch.has_ended:
+        raise RuntimeError("the batch's with block has ended: make all of a step's launches in it")
+    if isinstance(modules, str):
+        raise TypeError(f"modules is one string: give ({modules!r},)")
     stack = batch.stack
     sites = [stack.layout.sites[stack.site(layer, module)] for module in modules]
     widths = [site.out_features for site in sites]
@@ -63,6 +68,8 @@ def _outputs(
         outputs = list(y.split(widths, dim=1))
     else:
         outputs = list(y)
+    if len(outputs) != len(modules):
+        raise ValueError(f"y is {len(outputs)} tensors, for {len(modules)} modules")
     expected = [("x", x, site.in_features) for site in sites]
     expected += [("y", out, width) for out, width in zip(outputs, widths, strict=True)]
     for name, tensor, width in expected:

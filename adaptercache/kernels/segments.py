@@ -55,10 +55,10 @@ class LoraBatch:
     ) -> None:
         self.num_tokens = 0
         for slot, tokens in segments:
-            if not BASE_SLOT <= slot < stack.num_slots or tokens < 0:
-                raise ValueError(
-                    f"segment {(slot, tokens)}: slots are {BASE_SLOT} to {stack.num_slots - 1}"
-                )
+            if not BASE_SLOT <= slot < stack.num_slots:
+                raise ValueError(f"slot {slot}: there are {BASE_SLOT} to {stack.num_slots - 1}")
+            if tokens < 0:
+                raise ValueError(f"{tokens} tokens of slot {slot}")
             self.num_tokens += tokens
         self.num_rows = self.num_tokens if pad_to is None else pad_to
         if self.num_tokens > self.num_rows:
@@ -77,9 +77,17 @@ class LoraBatch:
         self.num_tiles = 0
         self.has_launched = False
         """Whether a kernel was launched since the work was laid out (see `launch`)."""
+        self.has_ended = False
+        """Set when its step has ended: its slots may be another adapter's now."""
         self._name = object()
         if stack.device.type == "cuda":
             self.work()  # for a replay of a graph, which calls nothing else
+
+    def __enter__(self) -> LoraBatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.has_ended = True
 
     @property
     def token_slots(self) -> Tensor:

@@ -79,11 +79,15 @@ class GpuTier:
                 dtype=stack.dtype,
                 device=self.device,
             )
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and (
+                self.device.type != "cpu" or "allocate" not in str(error)
+            ):
+                raise
             shape = self.shape
-            free, _ = torch.cuda.mem_get_info(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
             raise CapacityError(
-                "the GPU has not enough free memory for the arena; make gpu_bytes smaller",
+                f"{self.device} has not enough memory for the arena; make gpu_bytes smaller",
                 needed=shape.rows * shape.num_pages * shape.page_bytes,
                 limit=free,
             ) from error

@@ -51,6 +51,8 @@ class Source(Protocol):
 def open_source(source: str | os.PathLike[str] | Source) -> Source:
     """A source from what a user writes: a directory, or a source as it is."""
     if not isinstance(source, (str, os.PathLike)):
+        if not all(hasattr(source, name) for name in ("revision", "files", "read", "ids")):
+            raise TypeError(f"source {source!r}: give a directory, or an object like a Source")
         return source
     scheme, separator, _ = str(source).partition("://")
     if separator and scheme != "file":
@@ -62,10 +64,19 @@ class DirectorySource:
     """A directory with a folder an adapter, as PEFT saves them; ids may have slashes.
 
     The revision is made of the size, inode and times of config and weights. Thread-safe.
+
+    Raises:
+        NotADirectoryError: there is no such directory, now or when an adapter is asked for.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).resolve()
+        self._check_root()
+
+    def _check_root(self) -> None:
+        """A root that is gone is our failure (not mounted, perhaps), not that of who asks."""
+        if not self._root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "the source is no directory", str(self._root))
 
     def revision(self, adapter_id: str) -> str:
         folder = self._folder(adapter_id)
@@ -108,6 +119,8 @@ class DirectorySource:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise
             is_folder = False
+        if not is_folder:
+            self._check_root()
         if not is_folder or not folder.resolve().is_relative_to(self._root):
             raise AdapterNotFound(f"no such folder in {self._root}", adapter_id=adapter_id)
         return folder
@@ -137,6 +150,9 @@ class TensorSource:
             tensors: by PEFT's names, as in ``adapter_model.safetensors``. They are copied.
             config: as in ``adapter_config.json``.
         """
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}: give a torch tensor")
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         files = {
             CONFIG: json.dumps(dict(config)).encode(),

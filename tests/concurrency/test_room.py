@@ -107,10 +107,10 @@ def test_pages_full_of_leases_defer_for_room(tiny: Any) -> None:
 
 @pytest.fixture
 def tight(tiny: Any) -> Any:
-    """A cache in which the largest adapter doesn't fit beside the floor of KV."""
+    """A cache whose arena is smaller than the largest adapter."""
     source = tiny.source("small")
     source.put("large", *tiny.tensors(9, rank=16, targets=ALL))
-    with tiny.cache(source, pages=8) as cache:
+    with tiny.cache(source, pages=16, kv=None) as cache:
         yield cache
 
 

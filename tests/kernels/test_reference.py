@@ -296,13 +296,27 @@ def test_a_tensor_of_another_device_is_refused(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("modules", "layer"),
-    [(("nothing",), 0), (("q_proj",), 2), (("q_proj",), -1), ("q_proj", 0)],
+    [(("nothing",), 0), (("q_proj",), 2), (("q_proj",), -1)],
     ids=str,
 )
 def test_a_site_that_there_is_not_is_refused(world: World, modules: Any, layer: int) -> None:
     batch, x, ys = inputs(world)
     with pytest.raises(ValueError, match="no module"):
         add_lora(ys[0], x, batch, modules, layer)
+
+
+def test_one_string_is_no_list_of_modules(world: World) -> None:
+    batch, x, ys = inputs(world)
+    with pytest.raises(TypeError, match="one string"):
+        add_lora(ys[0], x, batch, "q_proj", 0)
+
+
+def test_a_batch_is_of_no_use_after_its_block(world: World) -> None:
+    batch, x, ys = inputs(world)
+    with batch:
+        add_lora(ys, x, batch, QKV, 0)
+    with pytest.raises(RuntimeError, match="has ended"):
+        add_lora(ys, x, batch, QKV, 0)
 
 
 def test_what_is_refused_changes_nothing(world: World) -> None:
@@ -314,7 +328,7 @@ def test_what_is_refused_changes_nothing(world: World) -> None:
 
 @pytest.mark.parametrize("segment", [(3, 1), (-2, 1), (0, -1), (99, 1)], ids=str)
 def test_a_segment_that_cannot_be_is_refused(world: World, segment: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="segment"):
+    with pytest.raises(ValueError, match="slot"):
         LoraBatch(world.stack, [segment])
 
 

@@ -26,3 +26,28 @@ def test_the_end_of_a_forked_child_leaves_the_parents_files_alone(tmp_path: Path
     environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{here}:{here.parents[1]}"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, timeout=60)
     assert done.returncode == 0
+
+
+ASKING = """
+import os, sys, conftest
+cache = conftest.Tiny.cache(conftest.Tiny.source("a", "b"))
+conftest.Tiny.load(cache, "a")
+pid = os.fork()
+if pid == 0:
+    try:
+        cache.acquire("b")
+    except RuntimeError as error:
+        os._exit(0 if "before the fork" in str(error) else 3)
+    os._exit(4)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+conftest.Tiny.load(cache, "b")
+cache.close()
+sys.exit(status)
+"""
+
+
+def test_a_forked_child_is_told_to_make_its_own_cache(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{here}:{here.parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", ASKING], env=environment, timeout=60)
+    assert done.returncode == 0

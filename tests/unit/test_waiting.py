@@ -90,7 +90,7 @@ def test_a_hint_that_is_said_again_lasts_on(line: WaitingList) -> None:
 
 def test_a_hint_ends_when_what_it_means_is_used(line: WaitingList) -> None:
     line.hint("a", Tier.GPU, 0.0)
-    line.used("a")
+    line.forget_hint("a")
     assert line.hints(0.0) == []
 
 
