@@ -83,7 +83,7 @@ def _sgmv(
         x, x.stride(0), *tables, *_three(sites), work, batch.capacity, partials,
         batch.num_rows,
         K=k, M=len(sites), SPLITS=blocks.splits, RANK=batch.rank_class, BM=sgmv.TILE,
-        BK=blocks.bk, ALIGNED=aligned, STAGES=blocks.stages, num_warps=blocks.warps, **paged,
+        BK=blocks.bk, ALIGNED=aligned, STAGES=blocks.stages, num_warps=blocks.shrink_warps, **paged,
         **_pdl(batch, first=True),
     )  # fmt: skip
     strips = sum(-(-width // blocks.bn) for width in widths)
@@ -92,7 +92,8 @@ def _sgmv(
         batch.stack.scaling, *tables[4:], *_three(sites), work, batch.capacity, partials,
         batch.num_rows,
         K=k, **_widths(widths), M=len(sites), SPLITS=blocks.splits, RANK=batch.rank_class,
-        BM=sgmv.TILE, STRIP=blocks.strip, BN=blocks.bn, ALIGNED=aligned, num_warps=4, **paged,
+        BM=sgmv.TILE, STRIP=blocks.strip, BN=blocks.bn, ALIGNED=aligned,
+        num_warps=blocks.expand_warps, **paged,
         **_pdl(batch, first=False),
     )  # fmt: skip
 

@@ -38,7 +38,8 @@ class Sgmv:
     splits: int
     bn: int
     strip: int
-    warps: int
+    shrink_warps: int
+    expand_warps: int
     stages: int
 
 
@@ -66,7 +67,7 @@ def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) 
         bn=bn,
         dot_bn=min(bn, max(16, min(64, 4096 // rank_class))),
         shrink_warps=2,
-        expand_warps=2 if bn == 512 else 1,
+        expand_warps=4 if rank_class >= 256 else 2 if bn == 512 else 1,
         shrink_programs=20,
         expand_programs=10,
     )
@@ -85,6 +86,7 @@ def sgmv_blocks(
         splits=1 if in_features < 8 * bk else 4 if tokens < 4096 else 2,
         bn=bn,
         strip=16,
-        warps=4 if rank_class <= 128 else 8,
+        shrink_warps=4 if rank_class <= 128 else 8,
+        expand_warps=4 if rank_class <= 256 else 8,
         stages=3,
     )
