@@ -5,16 +5,14 @@ Nothing here knows of a cache: these are tensors at fixed addresses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from adaptercache.layout import ALIGN, ArenaShape, LoraLayout, align
-
-if TYPE_CHECKING:
-    from adaptercache.packing import VectorSpec
+from adaptercache.base_model import BaseModel
+from adaptercache.layout import ADAPTER_PAGE_BYTES, ALIGN, ArenaShape, LoraLayout, align
+from adaptercache.packing import VectorSpec
 
 __all__ = ["LoraStack"]
 
@@ -64,6 +62,53 @@ class LoraStack:
         self._work: dict[int, Tensor] = {}
         self._work_of: dict[int, object] = {}
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Mapping[tuple[int, str], tuple[Tensor, Tensor, Sequence[float] | Tensor]],
+        ranks: Sequence[int] | None = None,
+    ) -> LoraStack:
+        """A stack of your own tensors, for the kernels without the cache. They are copied.
+
+        Args:
+            dense: by layer and module (a name without dots): ``A [slots, r, in]``,
+                ``B [slots, out, r]``, and a scaling for each slot.
+            ranks: of each slot, where ``r`` is padded; None: ``r`` for all.
+
+        Raises:
+            ValueError: nothing given, or shapes, dtypes or devices that don't go together.
+        """
+        num_slots, table = _check_dense(dense, ranks)
+        a, _, _ = next(iter(dense.values()))
+        layout = LoraLayout(
+            BaseModel.from_table(table),
+            max_rank=max(a.shape[1] for a, _, _ in dense.values()),
+            dtype=str(a.dtype),
+        )
+        keys = [(site.layer, site.module) for site in layout.sites]
+        specs = []
+        for slot in range(num_slots):
+            most = layout.max_rank if ranks is None else ranks[slot]
+            of_slot = [min(most, dense[key][0].shape[1]) for key in keys]
+            scalings = [float(dense[key][2][slot]) for key in keys]
+            specs.append(VectorSpec.of(layout, of_slot, scalings))
+        page_elems = ADAPTER_PAGE_BYTES // layout.itemsize
+        pages = [-(-spec.elements // page_elems) for spec in specs]
+        shape = ArenaShape(1, max(1, sum(pages)), ADAPTER_PAGE_BYTES, layout.itemsize)
+        stack = cls(layout, shape, num_slots, a.device)
+        first = 0
+        for slot, spec in enumerate(specs):
+            vector = stack.arena.view(-1)[first * page_elems :]  # its pages lie side by side
+            for key, rank, start in zip(keys, spec.ranks, spec.starts, strict=True):
+                if rank:
+                    a, b = dense[key][0][slot, :rank], dense[key][1][slot, :, :rank]
+                    vector[start : start + a.numel()] = a.flatten()
+                    start += align(a.numel())
+                    vector[start : start + b.numel()] = b.t().flatten()
+            stack.table[slot].copy_(stack.row(spec, range(first, first + pages[slot])))
+            first += pages[slot]
+        return stack
 
     @property
     def device(self) -> torch.device:
@@ -155,3 +200,31 @@ class LoraStack:
             b.view(rank, site.out_features).t(),
             float(self.scaling[slot, index]),
         )
+
+
+def _check_dense(
+    dense: Mapping[tuple[int, str], tuple[Tensor, Tensor, Sequence[float] | Tensor]],
+    ranks: Sequence[int] | None,
+) -> tuple[int, dict[str, dict[str, object]]]:
+    """The number of slots, and the base as a table."""
+    if not dense:
+        raise ValueError("no tensors were given")
+    first, _, _ = next(iter(dense.values()))
+    table: dict[str, dict[str, object]] = {}
+    for (layer, module), (a, b, scalings) in dense.items():
+        where = f"layer {layer}, {module}"
+        if "." in module or a.dim() != 3 or b.dim() != 3:
+            raise ValueError(f"{where}: a name without dots, A [slots, r, in], B [slots, out, r]")
+        if b.shape[::2] != a.shape[:2] or len(first) != len(a) or len(scalings) != len(a):
+            raise ValueError(
+                f"{where}: A is {list(a.shape)}, B is {list(b.shape)}, {len(scalings)} scalings, "
+                f"of {len(first)} slots"
+            )
+        if {a.dtype, b.dtype, first.dtype} != {a.dtype}:
+            raise ValueError(f"{where}: A is {a.dtype}, B is {b.dtype}, others {first.dtype}")
+        if {a.device, b.device, first.device} != {a.device}:
+            raise ValueError(f"{where}: A is on {a.device}, B on {b.device}")
+        table[f"layers.{layer}.{module}"] = {"kind": "linear", "out_in": [b.shape[1], a.shape[2]]}
+    if ranks is not None and (len(ranks) != len(first) or min(ranks, default=0) < 0):
+        raise ValueError(f"{len(ranks)} ranks for {len(first)} slots: one each, not negative")
+    return len(first), table
