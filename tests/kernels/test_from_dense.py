@@ -89,5 +89,5 @@ def broken(name: str) -> tuple[dict[Any, Any], list[int] | None]:
 )
 def test_what_does_not_go_together_is_refused(name: str) -> None:
     dense, ranks = broken(name)
-    with pytest.raises(ValueError, match="tensors|dots|slots|A is|ranks"):
+    with pytest.raises(ValueError, match=r"tensors|dots|slots|A is|ranks"):
         LoraStack.from_dense(dense, ranks)
