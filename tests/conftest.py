@@ -17,6 +17,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 TIMEOUT_S = {"dev": 120, "ci": 300, "nightly": 3600}[PROFILE]
 NO_GPU = "needs a CUDA device, and torch.cuda.is_available() is False"
