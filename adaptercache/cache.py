@@ -248,7 +248,7 @@ class AdapterCache:
     # -- the GPU's memory
 
     def warmup(self) -> None:
-        """Do ahead what the first step would have to wait for."""
+        """Make a step's buffers. Kernels are not compiled here yet, but at their first launch."""
         LoraBatch(self._gpu.stack, [(BASE_SLOT, 1)])
 
     def drop_gpu(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from tiny import Tiny
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -29,6 +30,11 @@ settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile(PROFILE)
+
+
+@pytest.fixture
+def tiny() -> type[Tiny]:
+    return Tiny
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -122,27 +124,35 @@ class LoraBatch:
         return buffer
 
     def _lay_out(self, numel: int) -> Tensor:
-        rows: dict[int, list[int]] = {}
+        rows: defaultdict[int, list[int]] = defaultdict(list)
         row = 0
         for slot, tokens in self.segments:
-            if slot != BASE_SLOT:
-                rows.setdefault(slot, []).extend(range(row, row + tokens))
+            if tokens == 1:  # decode, and so the most of them
+                rows[slot].append(row)
+            else:
+                rows[slot] += range(row, row + tokens)
             row += tokens
+        rows.pop(BASE_SLOT, None)
         order: list[int] = []
-        tiles: list[tuple[int, int, int]] = []
+        slots: list[int] = []
+        firsts: list[int] = []
+        counts: list[int] = []
         for slot, its_rows in rows.items():
             for first in range(0, len(its_rows), self._tile):
-                count = min(self._tile, len(its_rows) - first)
-                tiles.append((slot, len(order) + first, count))
+                slots.append(slot)
+                firsts.append(len(order) + first)
+                counts.append(min(self._tile, len(its_rows) - first))
             order += its_rows
-        self.num_tiles = len(tiles)
-        on_gpu = self.stack.device.type == "cuda"
-        host = torch.zeros(numel, dtype=torch.int32, pin_memory=on_gpu)
-        host[0] = len(tiles)
-        if tiles:
-            table = host[1 : 1 + 3 * self.capacity].view(3, self.capacity)
-            table[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).t()
-            host[1 + 3 * self.capacity :][: len(order)] = torch.tensor(order, dtype=torch.int32)
+        self.num_tiles = len(slots)
+        numbers = array("i", [self.num_tiles])
+        for values, room in (
+            *((column, self.capacity) for column in (slots, firsts, counts)),
+            (order, self.num_rows),
+        ):
+            numbers.extend(values)
+            numbers.extend([0] * (room - len(values)))
+        host = torch.empty(numel, dtype=torch.int32, pin_memory=self.stack.device.type == "cuda")
+        host.copy_(torch.frombuffer(numbers, dtype=torch.int32))
         return host
 
     def wait(self, layer: int) -> None:

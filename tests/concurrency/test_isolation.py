@@ -320,9 +320,9 @@ def test_a_hit_costs_the_same_however_many_ids_are_known(tiny: Any, flooded: Any
 PROGRAM = """
 import sys
 sys.modules["triton"] = None
-import conftest, torch
+import tiny, torch
 from adaptercache.kernels import add_lora
-tiny = conftest.Tiny
+tiny = tiny.Tiny
 with tiny.cache(tiny.source("a")) as cache, cache.acquire("a") as lease:
     with cache.lora_batch([(lease, 2)]) as batch:
         y = torch.zeros(2, 32)
@@ -333,7 +333,7 @@ with tiny.cache(tiny.source("a")) as cache, cache.acquire("a") as lease:
 
 def test_the_cpu_device_works_where_triton_cannot_be_imported() -> None:
     here = Path(__file__).parent
-    path = f"{here}:{here.parents[1]}"
+    path = f"{here.parent}:{here.parents[1]}"
     subprocess.run(
         [sys.executable, "-c", PROGRAM],
         check=True,

@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tiny import CONFIG
 
 from adaptercache import (
     AdapterCache,
@@ -46,16 +47,7 @@ from adaptercache.tiers.remote import CONFIG, WEIGHTS, TensorSource
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 LAYOUT = LoraLayout.from_config(
-    {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-    },
+    CONFIG,
     targets=TARGETS,
     max_rank=16,
     dtype="float32",

@@ -36,14 +36,14 @@ def test_a_budget_that_holds_nothing_is_refused(tiny: Any, budget: dict[str, int
 
 
 PROGRAM = """
-import conftest
-cache = conftest.Tiny.cache(conftest.Tiny.source("a"))
-conftest.Tiny.load(cache, "a")
+import tiny
+cache = tiny.Tiny.cache(tiny.Tiny.source("a"))
+tiny.Tiny.load(cache, "a")
 """
 
 
 def test_a_program_that_ends_without_close_leaves_no_temporary_folder(tmp_path: Path) -> None:
     here = Path(__file__).parent
-    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{here}:{here.parents[1]}"}
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{here.parent}:{here.parents[1]}"}
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, env=environment, timeout=60)
     assert not list(tmp_path.glob("adaptercache-*"))

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from tiny import CONFIG
 
 from adaptercache import AdapterInvalid, AdapterKey, CapacityError, LoadFailed, LoraLayout
 from adaptercache.identity import content_digest
@@ -21,16 +22,7 @@ from adaptercache.tiers import disk
 from adaptercache.tiers.disk import DiskTier
 
 LAYOUT = LoraLayout.from_config(
-    {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-    },
+    CONFIG,
     max_rank=16,
     dtype="float32",
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import CONFIG
 
 from adaptercache import CapacityError, KVLayout, LoraLayout
 from adaptercache.layout import ArenaShape
@@ -18,16 +19,7 @@ from adaptercache.testing import TierContract, any_device
 from adaptercache.tiers.gpu import GpuTier
 
 LAYOUT = LoraLayout.from_config(
-    {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-    },
+    CONFIG,
     max_rank=16,
     dtype="float32",
 )

@@ -1,4 +1,5 @@
-"""A cache small enough to fill, and ways to look into it: for all tests of this folder."""
+"""A cache small enough to fill, and ways to look into it: shared by tests (the fixture `tiny`)
+and by the programs that they start."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from adaptercache import AdapterCache, KVLayout, LoraLayout
@@ -85,8 +85,3 @@ class Tiny:
         thread.start()
         thread.join(timeout_s)
         return not thread.is_alive()
-
-
-@pytest.fixture
-def tiny() -> type[Tiny]:
-    return Tiny
