@@ -13,7 +13,7 @@ import torch
 from adaptercache import AdapterCache, KVLayout, LoraLayout
 from adaptercache.testing import FakeSource, any_device, random_adapter
 
-CONFIG = {
+BASE_CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -29,7 +29,7 @@ PAGE_BYTES = 2 * 2048  # two rows of one KV block
 class Tiny:
     """A cache of few pages. An adapter of `tensors` takes 4 pages and 16 KiB of blocks."""
 
-    layout = LoraLayout.from_config(CONFIG, max_rank=16, dtype="float32")
+    layout = LoraLayout.from_config(BASE_CONFIG, max_rank=16, dtype="float32")
     kv = KVLayout(block_size=16, kv_heads=1, head_dim=16, dtype="float32")
 
     @staticmethod

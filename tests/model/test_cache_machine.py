@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tiny import CONFIG
+from tiny import BASE_CONFIG
 
 from adaptercache import (
     AdapterCache,
@@ -47,7 +47,7 @@ from adaptercache.tiers.remote import CONFIG, WEIGHTS, TensorSource
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 LAYOUT = LoraLayout.from_config(
-    CONFIG,
+    BASE_CONFIG,
     targets=TARGETS,
     max_rank=16,
     dtype="float32",

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from tiny import CONFIG
+from tiny import BASE_CONFIG
 
 from adaptercache import AdapterInvalid, AdapterKey, CapacityError, LoadFailed, LoraLayout
 from adaptercache.identity import content_digest
@@ -22,7 +22,7 @@ from adaptercache.tiers import disk
 from adaptercache.tiers.disk import DiskTier
 
 LAYOUT = LoraLayout.from_config(
-    CONFIG,
+    BASE_CONFIG,
     max_rank=16,
     dtype="float32",
 )

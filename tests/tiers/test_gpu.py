@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CONFIG
+from tiny import BASE_CONFIG
 
 from adaptercache import CapacityError, KVLayout, LoraLayout
 from adaptercache.layout import ArenaShape
@@ -19,7 +19,7 @@ from adaptercache.testing import TierContract, any_device
 from adaptercache.tiers.gpu import GpuTier
 
 LAYOUT = LoraLayout.from_config(
-    CONFIG,
+    BASE_CONFIG,
     max_rank=16,
     dtype="float32",
 )
