@@ -1,9 +1,9 @@
 """BGMV: few tokens, each with an adapter of its own (decode).
 
-Work is a list of tiles: up to 16 tokens of one slot. A tile of one token is a matrix-vector product
-read straight into registers; a tile of several uses the tensor cores, so that tokens that share an
-adapter read its weights once. The grid is fixed, and programs stride over the work that the batch
-brings, so one CUDA graph serves every popularity; empty work costs nothing.
+Work is a list of tokens that are alone with their adapter, and one of groups of up to 16 that share
+theirs (see `work`). A token alone is a matrix-vector product read straight into registers; a group
+uses the tensor cores, so that its adapter is read once. The grid is fixed, and programs stride over
+the work that the batch brings, so one CUDA graph serves every popularity.
 
 After Punica's BGMV (Chen et al., MLSys 2024), over S-LoRA's paged memory.
 """
@@ -13,16 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adaptercache.kernels.paging import dot_exact, load_tile, pick
-from adaptercache.kernels.segments import SMALL_TILE
+from adaptercache.kernels.groups import block_of, expand_group
+from adaptercache.kernels.paging import load_part, load_tile, part_pages, pick
 
-__all__ = ["TILE", "bgmv_expand", "bgmv_shrink"]
-
-TILE = SMALL_TILE
-"""Tokens a tile at most: the least that the tensor cores take."""
+__all__ = ["bgmv_expand", "bgmv_shrink"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_pages", "site0", "site1", "site2", "tokens"])
 def bgmv_shrink(
     x,  # [tokens, K], rows strided
     x_stride,
@@ -35,50 +32,64 @@ def bgmv_shrink(
     site0,  # the modules' indices in the tables
     site1,
     site2,
-    work,  # int32 [1 + 3 * capacity + tokens]: see LoraBatch
-    capacity,
+    work,
     partials,  # float32 [M, tokens, K / BK, RANK]
     tokens,
     K: tl.constexpr,
     M: tl.constexpr,
     RANK: tl.constexpr,
     BK: tl.constexpr,
+    GROUP_BK: tl.constexpr,
     DOT_BK: tl.constexpr,
+    STAGES: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
     DOT_IN_FLOAT32: tl.constexpr,
 ):
-    """Semantics: ``partials[m, t, s, i] = Σ_k x[t, k] · A_m[i, k]`` over the s-th BK columns, for
-    the 16 rows i that a program does, with A of token t's slot."""
+    """Semantics: ``partials[m, t, s, i] = Σ_k x[t, k] · A_m[i, k]`` with A of token t's slot, over
+    the s-th BK columns; for a token of a group, the s-th GROUP_BK. A program does 16 rows i."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     SPLITS: tl.constexpr = (K + BK - 1) // BK
-    CHUNKS: tl.constexpr = RANK // 16
-    UNITS: tl.constexpr = SPLITS * M * CHUNKS
-    for unit in range(tl.program_id(0), tl.load(work) * UNITS, tl.num_programs(0)):
-        split = unit % SPLITS
-        chunk = unit // SPLITS % CHUNKS
-        m = unit // (SPLITS * CHUNKS) % M
-        tile = unit // UNITS
-        slot = tl.load(work + 1 + tile)
-        first = tl.load(work + 1 + capacity + tile)
-        count = tl.load(work + 1 + 2 * capacity + tile)
-        order = work + 1 + 3 * capacity + first
-        at = slot * table_stride + pick(m, site0, site1, site2, M)
-        r = tl.load(rank + at)
-        begin = tl.load(start + at) * 512
-        slot_pages = pages + slot * table_stride
-        # [16]
-        rows = chunk * 16 + tl.arange(0, 16)
-        if chunk * 16 < r:
-            if count == 1:
-                token = tl.load(order)
+    GROUP_SPLITS: tl.constexpr = (K + GROUP_BK - 1) // GROUP_BK
+    CHUNKS: tl.constexpr = M * RANK // 16
+    of_groups = tl.load(work) * (GROUP_SPLITS * CHUNKS)
+    units = of_groups + tl.load(work + 1) * (SPLITS * CHUNKS)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        if unit < of_groups:
+            group = unit // (GROUP_SPLITS * CHUNKS)
+            split = unit % GROUP_SPLITS
+            chunk = unit // GROUP_SPLITS % CHUNKS
+            slot = tl.load(work + 2 + group)
+            m = chunk // (RANK // 16)
+            rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
+            at = slot * table_stride + pick(m, site0, site1, site2, M)
+            r = tl.load(rank + at)
+            if chunk % (RANK // 16) * 16 < r:
+                _shrink_group(
+                    x, x_stride, arena, pages + slot * table_stride, num_pages,
+                    tl.load(start + at) * 512, rows, r, split, m, group, work, partials, tokens,
+                    K, SPLITS, RANK, GROUP_BK, DOT_BK, STAGES, PAGE_ELEMS, ROWS, ALIGNED,
+                    PDL, DOT_IN_FLOAT32,
+                )  # fmt: skip
+        else:
+            single = (unit - of_groups) // (SPLITS * CHUNKS)
+            split = (unit - of_groups) % SPLITS
+            chunk = (unit - of_groups) // SPLITS % CHUNKS
+            slot = tl.load(work + 2 + tokens // 2 * 17 + single)
+            token = tl.load(work + 2 + tokens // 2 * 17 + tokens + single)
+            m = chunk // (RANK // 16)
+            rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
+            at = slot * table_stride + pick(m, site0, site1, site2, M)
+            r = tl.load(rank + at)
+            begin = tl.load(start + at) * 512
+            if chunk % (RANK // 16) * 16 < r:
                 # [16, BK]
                 a = load_tile(
-                    arena, slot_pages, num_pages, begin, rows, rows < r, split * BK, K, BK,
-                    PAGE_ELEMS, ROWS, ALIGNED,
+                    arena, pages + slot * table_stride, num_pages, begin, rows, rows < r,
+                    split * BK, K, BK, PAGE_ELEMS, ROWS, ALIGNED,
                 )  # fmt: skip
                 if PDL:
                     tl.extra.cuda.gdc_wait()
@@ -88,37 +99,68 @@ def bgmv_shrink(
                 h = tl.sum(a.to(tl.float32) * xs.to(tl.float32)[None, :], 1)
                 to = ((m * tokens + token) * SPLITS + split).to(tl.int64) * RANK
                 tl.store(partials + to + rows, h)
-            else:
-                i = tl.arange(0, 16)
-                live = i < count
-                its_token = tl.load(order + i, mask=live, other=0)
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
-                # [16, 16]
-                hs = tl.zeros([16, 16], tl.float32)
-                for step in tl.range(0, BK, DOT_BK, num_stages=2):
-                    # [16, DOT_BK]
-                    at_k = split * BK + step
-                    piece = load_tile(
-                        arena, slot_pages, num_pages, begin, rows, rows < r, at_k, K, DOT_BK,
-                        PAGE_ELEMS, ROWS, ALIGNED,
-                    )  # fmt: skip
-                    ks = at_k + tl.arange(0, DOT_BK)
-                    # [16, DOT_BK]
-                    xt = tl.load(
-                        x + its_token.to(tl.int64)[:, None] * x_stride + ks[None, :],
-                        mask=live[:, None] & (ks < K)[None, :],
-                        other=0.0,
-                    )
-                    if DOT_IN_FLOAT32:
-                        xt = xt.to(tl.float32)
-                        piece = piece.to(tl.float32)
-                    hs = tl.dot(xt, tl.trans(piece), hs, input_precision="ieee")
-                their = ((m * tokens + its_token) * SPLITS + split).to(tl.int64) * RANK
-                tl.store(partials + their[:, None] + rows[None, :], hs, mask=live[:, None])
 
 
 @triton.jit
+def _shrink_group(
+    x,
+    x_stride,
+    arena,
+    slot_pages,
+    num_pages,
+    begin,
+    rows,
+    r,
+    split,
+    m,
+    group,
+    work,
+    partials,
+    tokens,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANK: tl.constexpr,
+    GROUP_BK: tl.constexpr,
+    DOT_BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAGE_ELEMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_IN_FLOAT32: tl.constexpr,
+):
+    """16 rows of A and GROUP_BK columns, for the tokens of a group."""
+    token = tl.load(work + 2 + tokens // 2 + group * 16 + tl.arange(0, 16))
+    live = token >= 0
+    first, page, next_page = part_pages(
+        slot_pages, begin, rows, rows < r, split * GROUP_BK, K, GROUP_BK, PAGE_ELEMS, ROWS
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # [16, 16]
+    h = tl.zeros([16, 16], tl.float32)
+    for step in tl.range(0, GROUP_BK, DOT_BK, num_stages=STAGES):
+        # [16, DOT_BK]
+        a = load_part(
+            arena, slot_pages, num_pages, begin, rows, rows < r, split * GROUP_BK, K, first, page,
+            next_page, step, GROUP_BK, DOT_BK, PAGE_ELEMS, ROWS, ALIGNED,
+        )  # fmt: skip
+        k = split * GROUP_BK + step + tl.arange(0, DOT_BK)
+        # [16, DOT_BK]
+        xs = tl.load(
+            x + token.to(tl.int64)[:, None] * x_stride + k[None, :],
+            mask=live[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
+        if DOT_IN_FLOAT32:
+            xs = xs.to(tl.float32)
+            a = a.to(tl.float32)
+        h = tl.dot(xs, tl.trans(a), h, input_precision="ieee")
+    to = ((m * tokens + token) * SPLITS + split).to(tl.int64) * RANK
+    tl.store(partials + to[:, None] + rows[None, :], h, mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_pages", "site0", "site1", "site2", "tokens"])
 def bgmv_expand(
     y0,  # [tokens, N0], rows strided; y1, y2 likewise
     y1,
@@ -137,7 +179,6 @@ def bgmv_expand(
     site1,
     site2,
     work,
-    capacity,
     partials,
     tokens,
     K: tl.constexpr,
@@ -146,62 +187,74 @@ def bgmv_expand(
     N2: tl.constexpr,
     M: tl.constexpr,
     SPLITS: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
     RANK: tl.constexpr,
     BN: tl.constexpr,
-    DOT_BN: tl.constexpr,
+    GROUP_BN: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
     DOT_IN_FLOAT32: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Semantics: ``y_m[t, n] += scaling · Σ_i (Σ_s partials[m, t, s, i]) · Bᵀ_m[i, n]``, rounded
     once, with B and scaling of token t's slot."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    G0: tl.constexpr = (N0 + GROUP_BN - 1) // GROUP_BN
+    G1: tl.constexpr = (N1 + GROUP_BN - 1) // GROUP_BN
+    GROUP_BLOCKS: tl.constexpr = G0 + G1 + (N2 + GROUP_BN - 1) // GROUP_BN
     B0: tl.constexpr = (N0 + BN - 1) // BN
     B1: tl.constexpr = (N1 + BN - 1) // BN
-    B2: tl.constexpr = (N2 + BN - 1) // BN
-    BLOCKS: tl.constexpr = B0 + B1 + B2
-    for unit in range(tl.program_id(0), tl.load(work) * BLOCKS, tl.num_programs(0)):
-        block = unit % BLOCKS
-        tile = unit // BLOCKS
-        slot = tl.load(work + 1 + tile)
-        first = tl.load(work + 1 + capacity + tile)
-        count = tl.load(work + 1 + 2 * capacity + tile)
-        order = work + 1 + 3 * capacity + first
-        m = 0
-        if M > 1:
-            m += (block >= B0).to(tl.int32)
-        if M > 2:
-            m += (block >= B0 + B1).to(tl.int32)
-        column = (block - pick(m, 0, B0, B0 + B1, M)) * BN
-        width = pick(m, N0, N1, N2, M)
-        y = pick(m, y0, y1, y2, M)
-        y_stride = pick(m, y_stride0, y_stride1, y_stride2, M)
+    BLOCKS: tl.constexpr = B0 + B1 + (N2 + BN - 1) // BN
+    # Of the groups' blocks, programs take runs, so that one adds a group's partials up but once.
+    of_groups = tl.load(work) * GROUP_BLOCKS
+    run = tl.cdiv(of_groups, tl.num_programs(0))
+    unit = tl.program_id(0) * run
+    end = tl.minimum(unit + run, of_groups)
+    while unit < end:
+        group = unit // GROUP_BLOCKS
+        block = unit % GROUP_BLOCKS
+        m, column = block_of(block, G0, G1, GROUP_BN, M)
+        blocks = tl.minimum(end - unit, pick(m, G0, G0 + G1, GROUP_BLOCKS, M) - block)
+        blocks = tl.minimum(blocks, PAGE_ELEMS // GROUP_BN)
+        slot = tl.load(work + 2 + group)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
         r = tl.load(rank + at)
-        begin = tl.load(start + at) * 512 + (r * K + 511) // 512 * 512
-        scale = tl.load(scaling + at)
-        slot_pages = pages + slot * table_stride
         if r > 0:
-            if count == 1:
-                _expand_one(
-                    y, y_stride, arena, slot_pages, num_pages, begin, r, scale, column, width, m,
-                    order, partials, tokens, SPLITS, SPLITS_POW2, RANK, BN, PAGE_ELEMS, ROWS,
-                    ALIGNED, PDL,
-                )  # fmt: skip
-            else:
-                _expand_tile(
-                    y, y_stride, arena, slot_pages, num_pages, begin, r, scale, column, width, m,
-                    order, count, partials, tokens, SPLITS, RANK, BN, DOT_BN, PAGE_ELEMS, ROWS,
-                    ALIGNED, PDL, DOT_IN_FLOAT32,
-                )  # fmt: skip
+            expand_group(
+                pick(m, y0, y1, y2, M), pick(m, y_stride0, y_stride1, y_stride2, M), arena,
+                pages + slot * table_stride, num_pages,
+                tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
+                tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M),
+                work + 2 + tokens // 2 + group * 16, partials, m * tokens, SPLITS, GROUP_SPLITS, 16,
+                RANK, GROUP_BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
+            )  # fmt: skip
+        unit += blocks
+    # The singles' blocks begin with the programs that the groups' left idle.
+    busy = tl.cdiv(of_groups, tl.maximum(run, 1))
+    first = (tl.program_id(0) + tl.num_programs(0) - busy) % tl.num_programs(0)
+    for block in range(first, tl.load(work + 1) * BLOCKS, tl.num_programs(0)):
+        single = block // BLOCKS
+        m, column = block_of(block % BLOCKS, B0, B1, BN, M)
+        slot = tl.load(work + 2 + tokens // 2 * 17 + single)
+        token = tl.load(work + 2 + tokens // 2 * 17 + tokens + single)
+        at = slot * table_stride + pick(m, site0, site1, site2, M)
+        r = tl.load(rank + at)
+        if r > 0:
+            _expand_single(
+                pick(m, y0, y1, y2, M), pick(m, y_stride0, y_stride1, y_stride2, M), arena,
+                pages + slot * table_stride, num_pages,
+                tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
+                tl.load(scaling + at), column, pick(m, N0, N1, N2, M), m, token, partials,
+                tokens, SPLITS, SPLITS_POW2, RANK, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL,
+            )  # fmt: skip
 
 
 @triton.jit
-def _expand_one(
+def _expand_single(
     y,
     y_stride,
     arena,
@@ -213,7 +266,7 @@ def _expand_one(
     column,
     width,
     m,
-    order,
+    token,
     partials,
     tokens,
     SPLITS: tl.constexpr,
@@ -226,15 +279,17 @@ def _expand_one(
     PDL: tl.constexpr,
 ):
     """A block of columns of one token: a matrix-vector product in float32."""
-    token = tl.load(order)
     # [BN]
     n = column + tl.arange(0, BN)
     to = y + token.to(tl.int64) * y_stride + n
-    # [SPLITS_POW2, 16]
+    # [SPLITS_POW2, 1]
     s = tl.arange(0, SPLITS_POW2)[:, None]
-    i = tl.arange(0, 16)
+    # Rows at once. Where there may be more than 16, the next are on their way while these are
+    # worked on.
+    AT_ONCE: tl.constexpr = 16 if RANK == 16 else 8
+    i = tl.arange(0, AT_ONCE)
     h_at = partials + ((m * tokens + token) * SPLITS + s).to(tl.int64) * RANK + i[None, :]
-    # [16, BN]
+    # [AT_ONCE, BN]
     b = load_tile(
         arena, slot_pages, num_pages, begin, i, i < r, column, width, BN,
         PAGE_ELEMS, ROWS, ALIGNED,
@@ -242,74 +297,20 @@ def _expand_one(
     if PDL:
         tl.extra.cuda.gdc_wait()
     old = tl.load(to, mask=n < width, other=0.0)
-    h = tl.sum(tl.load(h_at, mask=(s < SPLITS) & (i < r)[None, :], other=0.0), 0)
-    term = tl.sum(b.to(tl.float32) * (h * scale)[:, None], 0)
-    if RANK > 16:
-        for i0 in range(16, r, 16):
-            rows = i0 + i
-            bi = load_tile(
+    if RANK == 16:
+        h = tl.sum(tl.load(h_at, mask=(s < SPLITS) & (i < r)[None, :], other=0.0), 0)
+        term = tl.sum(b.to(tl.float32) * (h * scale)[:, None], 0)
+    else:
+        term = tl.zeros([BN], tl.float32)
+        for i0 in range(0, r, AT_ONCE):
+            rows = i0 + AT_ONCE + i
+            coming = load_tile(
                 arena, slot_pages, num_pages, begin, rows, rows < r, column, width, BN,
                 PAGE_ELEMS, ROWS, ALIGNED,
             )  # fmt: skip
-            live_h = (s < SPLITS) & (rows < r)[None, :]
-            hi = tl.sum(tl.load(h_at + i0, mask=live_h, other=0.0), 0)
-            term += tl.sum(bi.to(tl.float32) * (hi * scale)[:, None], 0)
+            live_h = (s < SPLITS) & (i0 + i < r)[None, :]
+            h = tl.sum(tl.load(h_at + i0, mask=live_h, other=0.0), 0)
+            term += tl.sum(b.to(tl.float32) * (h * scale)[:, None], 0)
+            b = coming
     new = old.to(tl.float32) + term
     tl.store(to, new.to(y.dtype.element_ty), mask=n < width)
-
-
-@triton.jit
-def _expand_tile(
-    y,
-    y_stride,
-    arena,
-    slot_pages,
-    num_pages,
-    begin,
-    r,
-    scale,
-    column,
-    width,
-    m,
-    order,
-    count,
-    partials,
-    tokens,
-    SPLITS: tl.constexpr,
-    RANK: tl.constexpr,
-    BN: tl.constexpr,
-    DOT_BN: tl.constexpr,
-    PAGE_ELEMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PDL: tl.constexpr,
-    DOT_IN_FLOAT32: tl.constexpr,
-):
-    """A block of columns of the tokens of a tile: on the tensor cores."""
-    t = tl.arange(0, 16)
-    live = t < count
-    its_token = tl.load(order + t, mask=live, other=0)
-    rank_rows = tl.arange(0, RANK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    # [16, RANK]
-    hs = tl.zeros([16, RANK], tl.float32)
-    their = ((m * tokens + its_token) * SPLITS).to(tl.int64) * RANK
-    live_hs = live[:, None] & (rank_rows < r)[None, :]
-    for q in range(SPLITS):
-        hs_at = partials + their[:, None] + q * RANK + rank_rows[None, :]
-        hs += tl.load(hs_at, mask=live_hs, other=0.0)
-    hs *= scale
-    for step in tl.range(0, BN, DOT_BN, num_stages=1):
-        # [RANK, DOT_BN]
-        bs = load_tile(
-            arena, slot_pages, num_pages, begin, rank_rows, rank_rows < r,
-            column + step, width, DOT_BN, PAGE_ELEMS, ROWS, ALIGNED,
-        )  # fmt: skip
-        ns = column + step + tl.arange(0, DOT_BN)
-        tos = y + its_token.to(tl.int64)[:, None] * y_stride + ns[None, :]
-        mask = live[:, None] & (ns < width)[None, :]
-        # [16, DOT_BN]
-        olds = tl.load(tos, mask=mask, other=0.0)
-        sums = olds.to(tl.float32) + dot_exact(hs, bs, DOT_IN_FLOAT32)
-        tl.store(tos, sums.to(y.dtype.element_ty), mask=mask)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adaptercache.kernels.segments import BASE_SLOT, LoraBatch
+from adaptercache.kernels.segments import LoraBatch
+from adaptercache.kernels.work import rows_by_slot
 
 __all__ = ["add_lora_reference"]
 
@@ -27,7 +28,7 @@ def add_lora_reference(
         x: ``[num_rows, in]``.
         dtype: that the arithmetic is done in; the sum is rounded once, into y.
     """
-    for slot, rows in _rows_by_slot(batch).items():
+    for slot, rows in rows_by_slot(batch.segments).items():
         found = batch.stack.dense(slot, layer, module)
         if found is None:
             continue
@@ -36,12 +37,3 @@ def add_lora_reference(
         term = (x[picked].to(dtype) @ a.to(dtype).t()) @ b.to(dtype).t() * scaling
         y[picked] = (y[picked].to(dtype) + term).to(y.dtype)
 
-
-def _rows_by_slot(batch: LoraBatch) -> dict[int, list[int]]:
-    rows: dict[int, list[int]] = {}
-    row = 0
-    for slot, tokens in batch.segments:
-        if slot != BASE_SLOT and tokens:
-            rows.setdefault(slot, []).extend(range(row, row + tokens))
-        row += tokens
-    return rows

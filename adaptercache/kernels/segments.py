@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from adaptercache.kernels.stack import LoraStack
-
-SMALL = 512  # rows: up to here the kernels for few tokens are the faster ones
-SMALL_TILE, LARGE_TILE = 16, 32  # tokens a tile; the kernels' own
+from adaptercache.kernels.work import WorkShape
 
 __all__ = ["BASE_SLOT", "LoraBatch", "rank_class_of"]
 
@@ -69,14 +65,9 @@ class LoraBatch:
         self.segments = tuple(segments)
         self.rank_class = rank_class
         self._wait = wait
-        self.is_small = self.num_rows <= SMALL
-        """Whether the kernels for few tokens take it; fixed by the number of rows."""
-        self._tile = SMALL_TILE if self.is_small else LARGE_TILE
-        # Tiles that the work has room for; fixed by the number of rows.
-        self.capacity = self.num_rows
-        if not self.is_small:
-            self.capacity = self.num_rows // self._tile + min(stack.num_slots, self.num_rows)
-        self.num_tiles = 0
+        self.shape = WorkShape(self.num_rows, stack.num_slots)
+        self.num_groups = 0
+        """Of the work that was laid out last."""
         self.has_launched = False
         """Whether a kernel was launched since the work was laid out (see `launch`)."""
         self.has_ended = False
@@ -99,19 +90,16 @@ class LoraBatch:
         return torch.tensor(slots, dtype=torch.int32)
 
     def work(self) -> Tensor:
-        """The kernels' work, on the GPU: ``int32 [1 + 3 * capacity + num_rows]``.
+        """The kernels' work, on the GPU (see `work`).
 
-        The number of tiles; for each its slot, where its tokens begin in the order, and how many
-        there are; the order: tokens by slot. Batches of as many rows share the buffer, so that a
-        CUDA graph finds the next batch's work in it; if another batch's is in it, this writes ours
-        again, behind the launches so far.
+        Batches of as many rows share the buffer, so that a CUDA graph finds the next batch's work
+        in it; if another batch's is in it, this writes ours again, behind the launches so far.
 
         Raises:
             RuntimeError: it would have to be written while a CUDA graph is captured: each replay
                 would then run the captured batch again.
         """
-        numel = 1 + 3 * self.capacity + self.num_rows
-        buffer, name = self.stack.work(self.num_rows, numel)
+        buffer, name = self.stack.work(self.num_rows, self.shape.numel)
         if name is not self._name:
             if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -119,41 +107,14 @@ class LoraBatch:
                     f"made last for {self.num_rows} rows is the one to capture"
                 )
             self.stack.name_work(self.num_rows, self._name)
-            buffer.copy_(self._lay_out(numel), non_blocking=True)
+            buffer.copy_(self._lay_out(), non_blocking=True)
             self.has_launched = False
         return buffer
 
-    def _lay_out(self, numel: int) -> Tensor:
-        rows: defaultdict[int, list[int]] = defaultdict(list)
-        row = 0
-        for slot, tokens in self.segments:
-            if tokens == 1:  # decode, and so the most of them
-                rows[slot].append(row)
-            else:
-                rows[slot] += range(row, row + tokens)
-            row += tokens
-        rows.pop(BASE_SLOT, None)
-        order: list[int] = []
-        slots: list[int] = []
-        firsts: list[int] = []
-        counts: list[int] = []
-        for slot, its_rows in rows.items():
-            for first in range(0, len(its_rows), self._tile):
-                slots.append(slot)
-                firsts.append(len(order) + first)
-                counts.append(min(self._tile, len(its_rows) - first))
-            order += its_rows
-        self.num_tiles = len(slots)
-        numbers = array("i", [self.num_tiles])
-        for values, room in (
-            *((column, self.capacity) for column in (slots, firsts, counts)),
-            (order, self.num_rows),
-        ):
-            numbers.extend(values)
-            numbers.extend([0] * (room - len(values)))
-        host = torch.empty(numel, dtype=torch.int32, pin_memory=self.stack.device.type == "cuda")
-        host.copy_(torch.frombuffer(numbers, dtype=torch.int32))
-        return host
+    def _lay_out(self) -> Tensor:
+        numbers = torch.frombuffer(self.shape.lay_out(self.segments), dtype=torch.int32)
+        self.num_groups = int(numbers[0])
+        return numbers.pin_memory() if self.stack.device.type == "cuda" else numbers
 
     def wait(self, layer: int) -> None:
         """Make the compute stream wait until this layer's adapters are in place."""

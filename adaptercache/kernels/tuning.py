@@ -18,29 +18,34 @@ UNALIGNED = 64
 
 @dataclass(frozen=True, slots=True)
 class Bgmv:
-    """``bk``, ``bn``: columns of A and of Bᵀ a program; ``dot_…``: at once on the tensor cores."""
+    """``bk``, ``bn``: columns of A and of Bᵀ a program, for a single; ``group_…``, for a group;
+    ``dot_bk``: at once on the tensor cores."""
 
     bk: int
+    group_bk: int
     dot_bk: int
     bn: int
-    dot_bn: int
+    group_bn: int
     shrink_warps: int
     expand_warps: int
+    shrink_stages: int
+    expand_stages: int
     shrink_programs: int  # a multiprocessor
     expand_programs: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sgmv:
-    """``splits`` of K; ``strip``: rows of y a program."""
+    """``splits`` of K."""
 
     bk: int
     splits: int
     bn: int
-    strip: int
     shrink_warps: int
     expand_warps: int
-    stages: int
+    shrink_stages: int
+    expand_stages: int
+    expand_programs: int  # a multiprocessor: what is aimed at
 
 
 def modules_at_once(rank_class: int) -> int:
@@ -58,17 +63,23 @@ def _divisor(widths: Sequence[int], most: int) -> int:
 
 def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Bgmv:
     """For few tokens."""
-    bk, bn = _divisor([in_features], 256), _divisor(out_features, 512)
+    bk, bn = _divisor([in_features], 512), _divisor(out_features, 512)
     if min(bk, bn) < 16:
         bk = bn = UNALIGNED
+    # The fewer parts of K, the less an expand adds up; chunks of rank are programs of their own.
+    parts = 8 if rank_class == 16 else 4
+    group_bk = max(bk, 1 << (in_features // parts - 1).bit_length())
     return Bgmv(
         bk=bk,
+        group_bk=group_bk,
         dot_bk=min(bk, 128),
         bn=bn,
-        dot_bn=min(bn, max(16, min(64, 4096 // rank_class))),
-        shrink_warps=2,
-        expand_warps=4 if rank_class >= 256 else 2 if bn == 512 else 1,
-        shrink_programs=20,
+        group_bn=min(bn, max(16, min(128, 4096 // rank_class))),
+        shrink_warps=2 if bk == 512 else 1,
+        expand_warps=rank_class // 64 if rank_class >= 256 else 2 if bn == 512 else 1,
+        shrink_stages=3,
+        expand_stages=1,
+        shrink_programs=16,
         expand_programs=10,
     )
 
@@ -78,15 +89,16 @@ def sgmv_blocks(
 ) -> Sgmv:
     """For many tokens."""
     bk = _divisor([in_features], 256 if rank_class <= 16 else 64)
-    bn = _divisor(out_features, max(16, min(256, 4096 // rank_class)))
+    bn = _divisor(out_features, max(16, min(128, 4096 // rank_class)))
     if min(bk, bn) < 16:
         bk = bn = max(16, min(UNALIGNED, 4096 // rank_class))
     return Sgmv(
         bk=bk,
         splits=1 if in_features < 8 * bk else 4 if tokens < 4096 else 2,
         bn=bn,
-        strip=16,
         shrink_warps=4 if rank_class <= 128 else 8,
         expand_warps=4 if rank_class <= 256 else 8,
-        stages=3,
+        shrink_stages=2,
+        expand_stages=3,
+        expand_programs=24,
     )

@@ -21,18 +21,20 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from adaptercache.kernels import bgmv, sgmv
-from adaptercache.kernels.tuning import bgmv_blocks, modules_at_once, sgmv_blocks
+import torch
+from adaptercache.kernels import launch
+from adaptercache.kernels.tuning import modules_at_once
 
 POINTERS = dict(
     x="*bf16", arena="*bf16", pages="*i32", start="*i32", rank="*i32", scaling="*fp32",
     work="*i32", partials="*fp32", y0="*bf16", y1="*bf16", y2="*bf16",
 )
-STRIDES = ("x_stride", "y_stride0", "y_stride1", "y_stride2", "table_stride", "capacity", "tokens")
+STRIDES = ("x_stride", "y_stride0", "y_stride1", "y_stride2")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def stack_bytes(kernel, values, warps, arch):
+def stack_bytes(found, arch):
+    kernel, values, warps = found.function, found.constants, found.num_warps
     names = [parameter.name for parameter in kernel.params]
     signature, constants, attributes = {}, {}, {}
     for place, (name, parameter) in enumerate(zip(names, kernel.params)):
@@ -56,26 +58,16 @@ def stack_bytes(kernel, values, warps, arch):
 
 
 arch, rank_class = map(int, sys.argv[1:])
-k, widths = 4096, [4096, 1024, 1024][: modules_at_once(rank_class)]
-common = {f"N{m}": widths[m] if m < len(widths) else 0 for m in range(3)} | dict(
-    K=k, M=len(widths), RANK=rank_class, PAGE_ELEMS=32768, ROWS=32, ALIGNED=True, PDL=arch >= 90,
-    DOT_IN_FLOAT32=False,
-)
-few = bgmv_blocks(k, widths, rank_class)
-splits = k // few.bk
-common_few = common | dict(
-    BK=few.bk, DOT_BK=few.dot_bk, BN=few.bn, DOT_BN=few.dot_bn, SPLITS=splits,
-    SPLITS_POW2=triton.next_power_of_2(splits),
-)
-many = sgmv_blocks(k, widths, rank_class, 2048)
-common_many = common | dict(
-    BK=many.bk, BN=many.bn, SPLITS=many.splits, STRIP=many.strip, STAGES=many.stages, BM=sgmv.TILE
-)
+launch._has_pdl = lambda device: arch >= 90
+launch._multiprocessors = lambda device: 132
+shape = (torch.device("cuda"), torch.bfloat16, 32768, 32)
+shape += (4096, (4096, 1024, 1024)[: modules_at_once(rank_class)], rank_class)
+few, many = launch._bgmv_pair(*shape), launch._sgmv_pair(*shape, 2048)
 print(json.dumps({
-    "bgmv_shrink": stack_bytes(bgmv.bgmv_shrink, common_few, few.shrink_warps, arch),
-    "bgmv_expand": stack_bytes(bgmv.bgmv_expand, common_few, few.expand_warps, arch),
-    "sgmv_shrink": stack_bytes(sgmv.sgmv_shrink, common_many, many.shrink_warps, arch),
-    "sgmv_expand": stack_bytes(sgmv.sgmv_expand, common_many, many.expand_warps, arch),
+    "bgmv_shrink": stack_bytes(few.shrink, arch),
+    "bgmv_expand": stack_bytes(few.expand, arch),
+    "sgmv_shrink": stack_bytes(many.shrink, arch),
+    "sgmv_expand": stack_bytes(many.expand, arch),
 }))
 """
 

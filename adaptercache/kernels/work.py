@@ -1,0 +1,100 @@
+"""The kernels' work: a step's tokens by adapter, as one vector of numbers on the GPU.
+
+``int32``, in this order, each part with room for the most that there can be:
+
+- the number of groups, and the number of singles;
+- of each group its slot;
+- of each group its tokens, −1 after the last;
+- of each single its slot;
+- of each single its token.
+
+A group is up to 16 tokens of one slot (BGMV) or 32 (SGMV). A single is a token alone with its slot;
+where the kernels have no path of their own for it, it is a group of one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["LARGE_TILE", "SMALL", "SMALL_TILE", "WorkShape", "rows_by_slot"]
+
+SMALL = 512
+"""Rows: up to here the kernels for few tokens are the faster ones."""
+SMALL_TILE, LARGE_TILE = 16, 32  # tokens a group; the kernels' own
+
+
+def rows_by_slot(segments: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """The rows of each slot, in the order of the slots' first tokens; the base model's are left
+    out."""
+    rows: defaultdict[int, list[int]] = defaultdict(list)
+    row = 0
+    for slot, tokens in segments:
+        if tokens == 1:  # decode, and so the most of them
+            rows[slot].append(row)
+        elif tokens:
+            rows[slot] += range(row, row + tokens)
+        row += tokens
+    return {slot: its_rows for slot, its_rows in rows.items() if slot >= 0}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkShape:
+    """Room for the work of any batch of ``num_rows`` rows over ``num_slots`` slots.
+
+    ``is_small`` says that it is for BGMV, which knows singles, else for SGMV.
+    """
+
+    num_rows: int
+    num_slots: int
+
+    @property
+    def is_small(self) -> bool:
+        return self.num_rows <= SMALL
+
+    @property
+    def max_groups(self) -> int:
+        if self.is_small:
+            return self.num_rows // 2
+        return self.num_rows // LARGE_TILE + min(self.num_slots, self.num_rows)
+
+    @property
+    def tile(self) -> int:
+        """Tokens a group at most."""
+        return SMALL_TILE if self.is_small else LARGE_TILE
+
+    @property
+    def numel(self) -> int:
+        singles = self.num_rows if self.is_small else 0
+        return 2 + (1 + self.tile) * self.max_groups + 2 * singles
+
+    def lay_out(self, segments: Sequence[tuple[int, int]]) -> array[int]:
+        """The numbers. O(tokens)."""
+        tile = self.tile
+        groups = array("i")
+        tokens = array("i")
+        singles = array("i")
+        alone = array("i")
+        for slot, rows in rows_by_slot(segments).items():
+            for first in range(0, len(rows), tile):
+                its_rows = rows[first : first + tile]
+                if len(its_rows) == 1 and self.is_small:
+                    singles.append(slot)
+                    alone.append(its_rows[0])
+                else:
+                    groups.append(slot)
+                    tokens.extend(its_rows)
+                    tokens.extend(_NONE[len(its_rows) : tile])
+        numbers = array("i", (len(groups), len(singles)))
+        parts = [(groups, self.max_groups), (tokens, self.max_groups * tile)]
+        if self.is_small:
+            parts += [(singles, self.num_rows), (alone, self.num_rows)]
+        for part, room in parts:
+            numbers.extend(part)
+            numbers.frombytes(bytes(4 * (room - len(part))))
+        return numbers
+
+
+_NONE = array("i", [-1] * LARGE_TILE)
