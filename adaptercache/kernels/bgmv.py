@@ -42,6 +42,7 @@ def bgmv_shrink(
     GROUP_BK: tl.constexpr,
     DOT_BK: tl.constexpr,
     STAGES: tl.constexpr,
+    VECTOR: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -89,7 +90,7 @@ def bgmv_shrink(
                 # [16, BK]
                 a = load_tile(
                     arena, pages + slot * table_stride, num_pages, begin, rows, rows < r,
-                    split * BK, K, BK, PAGE_ELEMS, ROWS, ALIGNED,
+                    split * BK, K, BK, PAGE_ELEMS, ROWS, ALIGNED, VECTOR,
                 )  # fmt: skip
                 if PDL:
                     tl.extra.cuda.gdc_wait()
@@ -192,6 +193,7 @@ def bgmv_expand(
     RANK: tl.constexpr,
     BN: tl.constexpr,
     GROUP_BN: tl.constexpr,
+    VECTOR: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -209,6 +211,7 @@ def bgmv_expand(
     B0: tl.constexpr = (N0 + BN - 1) // BN
     B1: tl.constexpr = (N1 + BN - 1) // BN
     BLOCKS: tl.constexpr = B0 + B1 + (N2 + BN - 1) // BN
+    of_groups = tl.load(work) * GROUP_BLOCKS
     # Of the groups' blocks, programs take runs, so that one adds a group's partials up but once.
     of_groups = tl.load(work) * GROUP_BLOCKS
     run = tl.cdiv(of_groups, tl.num_programs(0))
@@ -234,9 +237,10 @@ def bgmv_expand(
             )  # fmt: skip
         unit += blocks
     # The singles' blocks begin with the programs that the groups' left idle.
+    programs = tl.num_programs(0)
     busy = tl.cdiv(of_groups, tl.maximum(run, 1))
-    first = (tl.program_id(0) + tl.num_programs(0) - busy) % tl.num_programs(0)
-    for block in range(first, tl.load(work + 1) * BLOCKS, tl.num_programs(0)):
+    first = (tl.program_id(0) + programs - busy) % programs
+    for block in range(first, tl.load(work + 1) * BLOCKS, programs):
         single = block // BLOCKS
         m, column = block_of(block % BLOCKS, B0, B1, BN, M)
         slot = tl.load(work + 2 + tokens // 2 * 17 + single)
@@ -249,7 +253,7 @@ def bgmv_expand(
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
                 tl.load(scaling + at), column, pick(m, N0, N1, N2, M), m, token, partials,
-                tokens, SPLITS, SPLITS_POW2, RANK, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL,
+                tokens, SPLITS, SPLITS_POW2, RANK, BN, VECTOR, PAGE_ELEMS, ROWS, ALIGNED, PDL,
             )  # fmt: skip
 
 
@@ -273,6 +277,7 @@ def _expand_single(
     SPLITS_POW2: tl.constexpr,
     RANK: tl.constexpr,
     BN: tl.constexpr,
+    VECTOR: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -292,7 +297,7 @@ def _expand_single(
     # [AT_ONCE, BN]
     b = load_tile(
         arena, slot_pages, num_pages, begin, i, i < r, column, width, BN,
-        PAGE_ELEMS, ROWS, ALIGNED,
+        PAGE_ELEMS, ROWS, ALIGNED, VECTOR,
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -306,7 +311,7 @@ def _expand_single(
             rows = i0 + AT_ONCE + i
             coming = load_tile(
                 arena, slot_pages, num_pages, begin, rows, rows < r, column, width, BN,
-                PAGE_ELEMS, ROWS, ALIGNED,
+                PAGE_ELEMS, ROWS, ALIGNED, VECTOR,
             )  # fmt: skip
             live_h = (s < SPLITS) & (i0 + i < r)[None, :]
             h = tl.sum(tl.load(h_at + i0, mask=live_h, other=0.0), 0)

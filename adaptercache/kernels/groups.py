@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adaptercache.kernels.paging import dot_exact, load_part, part_pages, pick
+from adaptercache.kernels.paging import dot_rounded, load_part, part_pages, pick
 
 __all__ = ["block_of", "expand_group"]
 
@@ -78,5 +78,5 @@ def expand_group(
         mask = live[:, None] & (n < width)[None, :]
         # [TILE, BN]
         old = tl.load(to, mask=mask, other=0.0)
-        new = old.to(tl.float32) + dot_exact(h, b, DOT_IN_FLOAT32)
+        new = old.to(tl.float32) + dot_rounded(h, b, DOT_IN_FLOAT32)
         tl.store(to, new.to(y.dtype.element_ty), mask=mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["dot_exact", "load_part", "load_tile", "part_pages", "pick"]
+__all__ = ["dot_rounded", "load_part", "load_tile", "part_pages", "pick"]
 
 
 @triton.jit
@@ -22,6 +22,7 @@ def load_tile(
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr = 8,
 ):
     """Semantics: ``tile[i, k] = vector[begin + rows[i] * width + column + k]``, 0 where masked.
 
@@ -33,6 +34,8 @@ def load_tile(
     # [COLUMNS]
     k = tl.arange(0, COLUMNS)
     if ALIGNED:
+        if VECTOR < 8:
+            k = tl.max_contiguous(k, VECTOR)
         # [R]
         first = (begin + rows * width + column).to(tl.uint32)
         cell = first // PAGE_ELEMS
@@ -124,14 +127,12 @@ def pick(m, v0, v1, v2, M: tl.constexpr):
 
 
 @triton.jit
-def dot_exact(h, b, IN_FLOAT32: tl.constexpr):
-    """Semantics: ``h @ b`` with float32 ``h`` and ``b`` as it is stored; float32.
+def dot_rounded(h, b, IN_FLOAT32: tl.constexpr):
+    """Semantics: ``h @ b``, float32, with float32 ``h`` rounded to the type of ``b``.
 
-    The tensor cores take both of one narrow type: ``h`` goes in as two numbers, its rounding and
-    what that left over, so that the product is exact in ``h`` to 16 bits and more.
+    The tensor cores take both of one type. The rounding errors of h, being independent, come to
+    those of rounding the result once, so that y's error is √2 of the least there can be.
     """
     if IN_FLOAT32:
         return tl.dot(h, b.to(tl.float32), input_precision="ieee")
-    high = h.to(b.dtype)
-    low = (h - high.to(tl.float32)).to(b.dtype)
-    return tl.dot(high, b, tl.dot(low, b))
+    return tl.dot(h.to(b.dtype), b)

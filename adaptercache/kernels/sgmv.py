@@ -128,7 +128,7 @@ def sgmv_shrink(
 
 @triton.jit(
     do_not_specialize=[
-        *("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens", "run"),
+        *("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens"),
     ]
 )
 def sgmv_expand(
@@ -152,7 +152,6 @@ def sgmv_expand(
     max_groups,
     partials,
     tokens,
-    run,  # blocks a program
     K: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
@@ -162,6 +161,7 @@ def sgmv_expand(
     RANK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    RUN: tl.constexpr,  # blocks a program
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -180,8 +180,8 @@ def sgmv_expand(
     if tile >= tl.load(work):
         return
     slot = tl.load(work + 2 + tile)
-    block = tl.program_id(0) * run
-    end = tl.minimum(block + run, BLOCKS)
+    block = tl.program_id(0) * RUN
+    end = tl.minimum(block + RUN, BLOCKS)
     while block < end:
         m, column = block_of(block, B0, B1, BN, M)
         blocks = tl.minimum(end, pick(m, B0, B0 + B1, BLOCKS, M)) - block

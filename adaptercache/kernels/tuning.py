@@ -30,22 +30,20 @@ class Bgmv:
     expand_warps: int
     shrink_stages: int
     expand_stages: int
-    shrink_programs: int  # a multiprocessor
-    expand_programs: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sgmv:
-    """``splits`` of K."""
+    """``splits`` of K; ``run``: blocks of columns that a program does one after another."""
 
     bk: int
     splits: int
     bn: int
+    run: int
     shrink_warps: int
     expand_warps: int
     shrink_stages: int
     expand_stages: int
-    expand_programs: int  # a multiprocessor: what is aimed at
 
 
 def modules_at_once(rank_class: int) -> int:
@@ -78,9 +76,7 @@ def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) 
         shrink_warps=2 if bk == 512 else 1,
         expand_warps=rank_class // 64 if rank_class >= 256 else 2 if bn == 512 else 1,
         shrink_stages=3,
-        expand_stages=1,
-        shrink_programs=16,
-        expand_programs=10,
+        expand_stages=2,
     )
 
 
@@ -96,9 +92,9 @@ def sgmv_blocks(
         bk=bk,
         splits=1 if in_features < 8 * bk else 4 if tokens < 4096 else 2,
         bn=bn,
+        run=4,
         shrink_warps=4 if rank_class <= 128 else 8,
         expand_warps=4 if rank_class <= 256 else 8,
         shrink_stages=2,
         expand_stages=3,
-        expand_programs=24,
     )

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import torch
-from adaptercache.kernels import launch
+from adaptercache.kernels import variants
 from adaptercache.kernels.tuning import modules_at_once
 
 POINTERS = dict(
@@ -58,11 +58,10 @@ def stack_bytes(found, arch):
 
 
 arch, rank_class = map(int, sys.argv[1:])
-launch._has_pdl = lambda device: arch >= 90
-launch._multiprocessors = lambda device: 132
+variants.has_pdl = lambda device: arch >= 90
 shape = (torch.device("cuda"), torch.bfloat16, 32768, 32)
 shape += (4096, (4096, 1024, 1024)[: modules_at_once(rank_class)], rank_class)
-few, many = launch._bgmv_pair(*shape), launch._sgmv_pair(*shape, 2048)
+few, many = variants._bgmv_pair(*shape), variants._sgmv_pair(*shape, 2048)
 print(json.dumps({
     "bgmv_shrink": stack_bytes(few.shrink, arch),
     "bgmv_expand": stack_bytes(few.expand, arch),

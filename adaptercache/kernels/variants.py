@@ -1,0 +1,150 @@
+"""Which binaries a group of modules needs: everything that a launch's constants depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from adaptercache.kernels import bgmv, sgmv
+from adaptercache.kernels.binary import INTERPRETED, Binary, has_pdl
+from adaptercache.kernels.stack import LoraStack
+from adaptercache.kernels.tuning import bgmv_blocks, modules_at_once, sgmv_blocks
+from adaptercache.kernels.work import LARGE_TILE, SMALL
+
+__all__ = ["Pair", "compile_group", "pair_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A shrink and its expand, for one shape of group and rank class."""
+
+    shrink: Binary
+    expand: Binary
+    scratch: int
+    """float32 elements a row."""
+    shrink_programs: int
+    """BGMV: that a row can keep busy; SGMV: that a tile is divided among. Likewise the other."""
+    expand_programs: int
+
+
+def pair_for(
+    stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
+) -> Pair:
+    """The binaries for modules of these widths that share an input of width ``k``."""
+    shape = (stack.device, stack.dtype, stack.shape.page_elems, stack.shape.rows)
+    if num_rows <= SMALL:
+        return _bgmv_pair(*shape, k, tuple(widths), rank_class)
+    return _sgmv_pair(*shape, k, tuple(widths), rank_class, num_rows)
+
+
+def compile_group(
+    stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
+) -> None:
+    """Compile what batches of ``num_rows`` rows need for modules of these widths.
+
+    What is compiled lies in Triton's cache on disk, for other processes too.
+    """
+    weights, ints, pdl = stack.dtype, torch.int32, has_pdl(stack.device)
+    tables, paging = (weights, ints, ints, ints), (2, 2, 2, 2, 2)
+    work = (ints, torch.float32, 2) if num_rows <= SMALL else (ints, 2, torch.float32, 2)
+    at_once = modules_at_once(rank_class)
+    for i in range(0, len(widths), at_once):
+        pair = pair_for(stack, k, widths[i : i + at_once], rank_class, num_rows)
+        for is_first in {True, not pdl}:
+            pair.shrink.compile(
+                (weights, 16, *tables, *paging, *work), stack.device, pdl=pdl and not is_first
+            )
+        pair.expand.compile(
+            (*[weights] * 3, *[16] * 3, *tables, torch.float32, *paging, *work),
+            stack.device,
+            pdl=pdl,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _bgmv_pair(
+    device: torch.device,
+    dtype: torch.dtype,
+    page_elems: int,
+    rows: int,
+    k: int,
+    widths: tuple[int, ...],
+    rank_class: int,
+) -> Pair:
+    blocks = bgmv_blocks(k, widths, rank_class)
+    splits, group_splits = -(-k // blocks.bk), -(-k // blocks.group_bk)
+    aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
+    paged = _paged(device, dtype, page_elems, rows, aligned)
+    shrink = {
+        **{"K": k, "M": len(widths), "RANK": rank_class, "BK": blocks.bk, **paged},
+        **{"GROUP_BK": blocks.group_bk, "DOT_BK": blocks.dot_bk, "STAGES": blocks.shrink_stages},
+        "VECTOR": _vector(blocks.bk, blocks.shrink_warps),
+    }
+    expand = {
+        **{"K": k, **_widths(widths), "M": len(widths), "RANK": rank_class, **paged},
+        **{"SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits)},
+        **{"GROUP_SPLITS": group_splits, "BN": blocks.bn, "GROUP_BN": blocks.group_bn},
+        **{"VECTOR": _vector(blocks.bn, blocks.expand_warps), "STAGES": blocks.expand_stages},
+    }
+    return Pair(
+        Binary(bgmv.bgmv_shrink, shrink, blocks.shrink_warps, is_persistent=True),
+        Binary(bgmv.bgmv_expand, expand, blocks.expand_warps, is_persistent=True),
+        scratch=len(widths) * splits * rank_class,
+        shrink_programs=len(widths) * splits * rank_class // 16,
+        expand_programs=sum(-(-width // blocks.bn) for width in widths),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _sgmv_pair(
+    device: torch.device,
+    dtype: torch.dtype,
+    page_elems: int,
+    rows: int,
+    k: int,
+    widths: tuple[int, ...],
+    rank_class: int,
+    num_rows: int,
+) -> Pair:
+    blocks = sgmv_blocks(k, widths, rank_class, num_rows)
+    aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
+    either = {
+        **{"K": k, "M": len(widths), "SPLITS": blocks.splits, "RANK": rank_class},
+        **{"BM": LARGE_TILE, **_paged(device, dtype, page_elems, rows, aligned)},
+    }
+    shrink = {**either, "BK": blocks.bk, "STAGES": blocks.shrink_stages}
+    expand = {
+        **{**either, **_widths(widths), "BN": blocks.bn, "RUN": blocks.run},
+        "STAGES": blocks.expand_stages,
+    }
+    strips = sum(-(-width // blocks.bn) for width in widths)
+    return Pair(
+        Binary(sgmv.sgmv_shrink, shrink, blocks.shrink_warps),
+        Binary(sgmv.sgmv_expand, expand, blocks.expand_warps),
+        scratch=len(widths) * blocks.splits * rank_class,
+        shrink_programs=blocks.splits,
+        expand_programs=-(-strips // blocks.run),
+    )
+
+
+def _paged(
+    device: torch.device, dtype: torch.dtype, page_elems: int, rows: int, aligned: bool
+) -> dict[str, Any]:
+    return {
+        **{"PAGE_ELEMS": page_elems, "ROWS": rows, "ALIGNED": aligned, "PDL": has_pdl(device)},
+        "DOT_IN_FLOAT32": INTERPRETED or dtype != torch.bfloat16,
+    }
+
+
+def _vector(columns: int, warps: int) -> int:
+    """Columns a thread, so that it has all rows of them, and adds them up by itself."""
+    return max(1, min(8, columns // (32 * warps)))
+
+
+def _widths(widths: tuple[int, ...]) -> dict[str, int]:
+    return {f"N{m}": widths[m] if m < len(widths) else 0 for m in range(3)}
