@@ -33,11 +33,12 @@ def bgmv_shrink(
     site1,
     site2,
     work,
-    partials,  # float32 [M, tokens, K / BK, RANK]
+    partials,  # float32 [M, tokens, ROOM, RANK]
     tokens,
     K: tl.constexpr,
     M: tl.constexpr,
     RANK: tl.constexpr,
+    ROOM: tl.constexpr,
     BK: tl.constexpr,
     GROUP_BK: tl.constexpr,
     DOT_BK: tl.constexpr,
@@ -72,7 +73,7 @@ def bgmv_shrink(
                 _shrink_group(
                     x, x_stride, arena, pages + slot * table_stride, num_pages,
                     tl.load(start + at) * 512, rows, r, split, m, group, work, partials, tokens,
-                    K, SPLITS, RANK, GROUP_BK, DOT_BK, STAGES, PAGE_ELEMS, ROWS, ALIGNED,
+                    K, ROOM, RANK, GROUP_BK, DOT_BK, STAGES, PAGE_ELEMS, ROWS, ALIGNED,
                     PDL, DOT_IN_FLOAT32,
                 )  # fmt: skip
         else:
@@ -98,7 +99,7 @@ def bgmv_shrink(
                 k = split * BK + tl.arange(0, BK)
                 xs = tl.load(x + token.to(tl.int64) * x_stride + k, mask=k < K, other=0.0)
                 h = tl.sum(a.to(tl.float32) * xs.to(tl.float32)[None, :], 1)
-                to = ((m * tokens + token) * SPLITS + split).to(tl.int64) * RANK
+                to = ((m * tokens + token) * ROOM + split).to(tl.int64) * RANK
                 tl.store(partials + to + rows, h)
 
 
@@ -119,7 +120,7 @@ def _shrink_group(
     partials,
     tokens,
     K: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANK: tl.constexpr,
     GROUP_BK: tl.constexpr,
     DOT_BK: tl.constexpr,
@@ -157,7 +158,7 @@ def _shrink_group(
             xs = xs.to(tl.float32)
             a = a.to(tl.float32)
         h = tl.dot(xs, tl.trans(a), h, input_precision="ieee")
-    to = ((m * tokens + token) * SPLITS + split).to(tl.int64) * RANK
+    to = ((m * tokens + token) * ROOM + split).to(tl.int64) * RANK
     tl.store(partials + to[:, None] + rows[None, :], h, mask=live[:, None])
 
 
@@ -190,6 +191,7 @@ def bgmv_expand(
     SPLITS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
+    ROOM: tl.constexpr,
     RANK: tl.constexpr,
     BN: tl.constexpr,
     GROUP_BN: tl.constexpr,
@@ -232,7 +234,7 @@ def bgmv_expand(
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
                 tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M),
-                work + 2 + tokens // 2 + group * 16, partials, m * tokens, SPLITS, GROUP_SPLITS, 16,
+                work + 2 + tokens // 2 + group * 16, partials, m * tokens, ROOM, GROUP_SPLITS, 16,
                 RANK, GROUP_BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         unit += blocks
@@ -253,7 +255,7 @@ def bgmv_expand(
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
                 tl.load(scaling + at), column, pick(m, N0, N1, N2, M), m, token, partials,
-                tokens, SPLITS, SPLITS_POW2, RANK, BN, VECTOR, PAGE_ELEMS, ROWS, ALIGNED, PDL,
+                tokens, SPLITS, SPLITS_POW2, ROOM, RANK, BN, VECTOR, PAGE_ELEMS, ROWS, ALIGNED, PDL,
             )  # fmt: skip
 
 
@@ -275,6 +277,7 @@ def _expand_single(
     tokens,
     SPLITS: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
+    ROOM: tl.constexpr,
     RANK: tl.constexpr,
     BN: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -293,7 +296,7 @@ def _expand_single(
     # worked on.
     AT_ONCE: tl.constexpr = 16 if RANK == 16 else 8
     i = tl.arange(0, AT_ONCE)
-    h_at = partials + ((m * tokens + token) * SPLITS + s).to(tl.int64) * RANK + i[None, :]
+    h_at = partials + ((m * tokens + token) * ROOM + s).to(tl.int64) * RANK + i[None, :]
     # [AT_ONCE, BN]
     b = load_tile(
         arena, slot_pages, num_pages, begin, i, i < r, column, width, BN,

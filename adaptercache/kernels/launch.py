@@ -48,8 +48,8 @@ def _launch_pair(
     else:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         groups = batch.shape.max_groups if capturing else max(1, batch.num_groups)
-        shrink_grid = (groups, pair.shrink_programs, 1)
-        expand_grid = (pair.expand_programs, groups, 1)
+        shrink_grid = (groups * pair.shrink_strips, pair.shrink_programs, 1)
+        expand_grid = (pair.expand_programs, groups * pair.expand_strips, 1)
         shape = (work, batch.shape.max_groups, partials, rows)
     tables = (stack.arena, stack.pages, stack.start, stack.rank)
     paging = (stack.table.stride(0), stack.shape.num_pages, *_three(sites))

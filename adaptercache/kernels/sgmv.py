@@ -43,6 +43,7 @@ def sgmv_shrink(
     SPLITS: tl.constexpr,
     RANK: tl.constexpr,
     BM: tl.constexpr,
+    STRIP: tl.constexpr,
     BK: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -55,17 +56,19 @@ def sgmv_shrink(
     of token t's slot."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) // (BM // STRIP)
     split = tl.program_id(1)
     if tile >= tl.load(work):
+        return
+    its_tokens = work + 2 + max_groups + tl.program_id(0) * STRIP
+    if tl.load(its_tokens) < 0:
         return
     slot = tl.load(work + 2 + tile)
     at = slot * table_stride
     slot_pages = pages + at
-    # [BM], [RANK], [BK]
-    t = tl.arange(0, BM)
+    # [STRIP], [RANK]
+    token = tl.load(its_tokens + tl.arange(0, STRIP)).to(tl.int64)
     i = tl.arange(0, RANK)
-    token = tl.load(work + 2 + max_groups + tile * BM + t).to(tl.int64)
     live = token >= 0
     r0 = tl.load(rank + at + site0)
     begin0 = tl.load(start + at + site0) * 512
@@ -73,10 +76,10 @@ def sgmv_shrink(
     begin1 = tl.load(start + at + site1) * 512
     r2 = tl.load(rank + at + site2)
     begin2 = tl.load(start + at + site2) * 512
-    # [BM, RANK]
-    h0 = tl.zeros([BM, RANK], tl.float32)
-    h1 = tl.zeros([BM, RANK], tl.float32)
-    h2 = tl.zeros([BM, RANK], tl.float32)
+    # [STRIP, RANK]
+    h0 = tl.zeros([STRIP, RANK], tl.float32)
+    h1 = tl.zeros([STRIP, RANK], tl.float32)
+    h2 = tl.zeros([STRIP, RANK], tl.float32)
     PART: tl.constexpr = (K + SPLITS * BK - 1) // (SPLITS * BK) * BK
     begin = split * PART
     first0, page0, next0 = part_pages(
@@ -92,7 +95,7 @@ def sgmv_shrink(
         tl.extra.cuda.gdc_wait()
     for step in tl.range(0, tl.minimum(PART, K - begin), BK, num_stages=STAGES):
         k = begin + step + tl.arange(0, BK)
-        # [BM, BK]
+        # [STRIP, BK]
         xs = tl.load(
             x + token[:, None] * x_stride + k[None, :],
             mask=live[:, None] & (k < K)[None, :],
@@ -161,6 +164,7 @@ def sgmv_expand(
     RANK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STRIP: tl.constexpr,
     RUN: tl.constexpr,  # blocks a program
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -170,14 +174,17 @@ def sgmv_expand(
     STAGES: tl.constexpr,
 ):
     """Semantics: ``y_m[t, n] += scaling · Σ_i (Σ_s partials[m, t, s, i]) · Bᵀ_m[i, n]``, rounded
-    once. A program does a run of blocks of columns of one tile."""
+    once. A program does a run of blocks of columns, for STRIP tokens of one tile."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     B0: tl.constexpr = (N0 + BN - 1) // BN
     B1: tl.constexpr = (N1 + BN - 1) // BN
     BLOCKS: tl.constexpr = B0 + B1 + (N2 + BN - 1) // BN
-    tile = tl.program_id(1)
+    tile = tl.program_id(1) // (BM // STRIP)
     if tile >= tl.load(work):
+        return
+    its_tokens = work + 2 + max_groups + tl.program_id(1) * STRIP
+    if tl.load(its_tokens) < 0:
         return
     slot = tl.load(work + 2 + tile)
     block = tl.program_id(0) * RUN
@@ -194,7 +201,6 @@ def sgmv_expand(
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
                 tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M),
-                work + 2 + max_groups + tile * BM, partials, m * tokens, SPLITS, SPLITS, BM,
-                RANK, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
+                its_tokens, partials, m * tokens, SPLITS, SPLITS, STRIP, RANK, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         block += blocks

@@ -1,9 +1,9 @@
 """The choice of block sizes: one rule, known from a launch's shape before anything runs.
 
-Measured on an H200 (`benchmarks/bench_kernels.py`). What carries over to other GPUs: rows are read
-in segments of 512 bytes and more; a program of the matrix-vector path holds a whole 16-row tile in
-few registers, so that many programs are in flight; and where a width is no multiple of 16, every
-element looks up its own page, which is right and slow.
+Made with `benchmarks/tune_kernels.py` on an H200. What carries over to other GPUs: memory is read in
+segments of 512 bytes and more; a thread of the matrix-vector path holds all rows of its columns, so
+that nothing is exchanged; programs that stride over work are no more than fit at once (see
+`binary`); and loops long enough to hide a memory's latency behind their own pipeline.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adaptercache.kernels.work import LARGE_TILE
+
 __all__ = ["Bgmv", "Sgmv", "bgmv_blocks", "modules_at_once", "sgmv_blocks"]
 
 UNALIGNED = 64
+"""Columns at once where a width is no multiple of 16: every element looks up its own page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,15 @@ class Bgmv:
 
 @dataclass(frozen=True, slots=True)
 class Sgmv:
-    """``splits`` of K; ``run``: blocks of columns that a program does one after another."""
+    """``splits`` of K; ``…_strip``: tokens at once; ``run``: blocks of columns that a program does
+    one after another."""
 
     bk: int
     splits: int
     bn: int
     run: int
+    shrink_strip: int
+    expand_strip: int
     shrink_warps: int
     expand_warps: int
     shrink_stages: int
@@ -59,42 +65,45 @@ def _divisor(widths: Sequence[int], most: int) -> int:
     return block
 
 
+def _power_of_2(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
+
+
 def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Bgmv:
     """For few tokens."""
     bk, bn = _divisor([in_features], 512), _divisor(out_features, 512)
     if min(bk, bn) < 16:
         bk = bn = UNALIGNED
-    # The fewer parts of K, the less an expand adds up; chunks of rank are programs of their own.
-    parts = 8 if rank_class == 16 else 4
-    group_bk = max(bk, 1 << (in_features // parts - 1).bit_length())
+    dot_bk = min(bk, 128)
     return Bgmv(
         bk=bk,
-        group_bk=group_bk,
-        dot_bk=min(bk, 128),
+        # The fewer parts of K, the less an expand adds up; the more, the sooner they are done.
+        group_bk=max(dot_bk, _power_of_2(in_features // 16)),
+        dot_bk=dot_bk,
         bn=bn,
-        group_bn=min(bn, max(16, min(128, 4096 // rank_class))),
-        shrink_warps=2 if bk == 512 else 1,
-        expand_warps=rank_class // 64 if rank_class >= 256 else 2 if bn == 512 else 1,
+        group_bn=min(bn, max(16, min(128, 8192 // rank_class))),
+        shrink_warps=max(1, min(2, bk // 256)),
+        expand_warps=rank_class // 64 if rank_class >= 256 else max(1, min(2, bn // 256)),
         shrink_stages=3,
-        expand_stages=2,
+        expand_stages=1,
     )
 
 
-def sgmv_blocks(
-    in_features: int, out_features: Sequence[int], rank_class: int, tokens: int
-) -> Sgmv:
+def sgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Sgmv:
     """For many tokens."""
-    bk = _divisor([in_features], 256 if rank_class <= 16 else 64)
-    bn = _divisor(out_features, max(16, min(128, 4096 // rank_class)))
+    bk = _divisor([in_features], 128 if rank_class <= 16 else 64)
+    bn = _divisor(out_features, max(16, min(128, 8192 // rank_class)))
     if min(bk, bn) < 16:
         bk = bn = max(16, min(UNALIGNED, 4096 // rank_class))
     return Sgmv(
         bk=bk,
-        splits=1 if in_features < 8 * bk else 4 if tokens < 4096 else 2,
+        splits=max(1, min(16, in_features // 512)),
         bn=bn,
-        run=4,
-        shrink_warps=4 if rank_class <= 128 else 8,
-        expand_warps=4 if rank_class <= 256 else 8,
-        shrink_stages=2,
-        expand_stages=3,
+        run=4 if rank_class <= 16 else 8,
+        shrink_strip=LARGE_TILE if rank_class <= 128 else 32,
+        expand_strip=32 if rank_class <= 128 else 16,
+        shrink_warps=4 if rank_class <= 16 else 8,
+        expand_warps=4 if 16 < rank_class <= 256 else 8,
+        shrink_stages=3 if rank_class <= 128 else 2,
+        expand_stages=3 if rank_class <= 128 else 2,
     )

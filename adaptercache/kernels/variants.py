@@ -30,6 +30,9 @@ class Pair:
     shrink_programs: int
     """BGMV: that a row can keep busy; SGMV: that a tile is divided among. Likewise the other."""
     expand_programs: int
+    shrink_strips: int = 1
+    """SGMV: that a tile is cut into. Likewise the other."""
+    expand_strips: int = 1
 
 
 def pair_for(
@@ -39,7 +42,7 @@ def pair_for(
     shape = (stack.device, stack.dtype, stack.shape.page_elems, stack.shape.rows)
     if num_rows <= SMALL:
         return _bgmv_pair(*shape, k, tuple(widths), rank_class)
-    return _sgmv_pair(*shape, k, tuple(widths), rank_class, num_rows)
+    return _sgmv_pair(*shape, k, tuple(widths), rank_class)
 
 
 def compile_group(
@@ -78,24 +81,25 @@ def _bgmv_pair(
 ) -> Pair:
     blocks = bgmv_blocks(k, widths, rank_class)
     splits, group_splits = -(-k // blocks.bk), -(-k // blocks.group_bk)
+    room = max(splits, group_splits)
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
     paged = _paged(device, dtype, page_elems, rows, aligned)
     shrink = {
         **{"K": k, "M": len(widths), "RANK": rank_class, "BK": blocks.bk, **paged},
         **{"GROUP_BK": blocks.group_bk, "DOT_BK": blocks.dot_bk, "STAGES": blocks.shrink_stages},
-        "VECTOR": _vector(blocks.bk, blocks.shrink_warps),
+        **{"ROOM": room, "VECTOR": _vector(blocks.bk, blocks.shrink_warps)},
     }
     expand = {
         **{"K": k, **_widths(widths), "M": len(widths), "RANK": rank_class, **paged},
         **{"SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits)},
-        **{"GROUP_SPLITS": group_splits, "BN": blocks.bn, "GROUP_BN": blocks.group_bn},
+        **{"GROUP_SPLITS": group_splits, "ROOM": room, "BN": blocks.bn, "GROUP_BN": blocks.group_bn},
         **{"VECTOR": _vector(blocks.bn, blocks.expand_warps), "STAGES": blocks.expand_stages},
     }
     return Pair(
         Binary(bgmv.bgmv_shrink, shrink, blocks.shrink_warps, is_persistent=True),
         Binary(bgmv.bgmv_expand, expand, blocks.expand_warps, is_persistent=True),
-        scratch=len(widths) * splits * rank_class,
-        shrink_programs=len(widths) * splits * rank_class // 16,
+        scratch=len(widths) * room * rank_class,
+        shrink_programs=len(widths) * room * rank_class // 16,
         expand_programs=sum(-(-width // blocks.bn) for width in widths),
     )
 
@@ -109,26 +113,30 @@ def _sgmv_pair(
     k: int,
     widths: tuple[int, ...],
     rank_class: int,
-    num_rows: int,
 ) -> Pair:
-    blocks = sgmv_blocks(k, widths, rank_class, num_rows)
+    blocks = sgmv_blocks(k, widths, rank_class)
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
     either = {
         **{"K": k, "M": len(widths), "SPLITS": blocks.splits, "RANK": rank_class},
         **{"BM": LARGE_TILE, **_paged(device, dtype, page_elems, rows, aligned)},
     }
-    shrink = {**either, "BK": blocks.bk, "STAGES": blocks.shrink_stages}
-    expand = {
-        **{**either, **_widths(widths), "BN": blocks.bn, "RUN": blocks.run},
-        "STAGES": blocks.expand_stages,
+    shrink = {
+        **{**either, "STRIP": blocks.shrink_strip, "BK": blocks.bk},
+        "STAGES": blocks.shrink_stages,
     }
-    strips = sum(-(-width // blocks.bn) for width in widths)
+    expand = {
+        **{**either, **_widths(widths), "BN": blocks.bn, "STRIP": blocks.expand_strip},
+        **{"RUN": blocks.run, "STAGES": blocks.expand_stages},
+    }
+    columns = sum(-(-width // blocks.bn) for width in widths)
     return Pair(
         Binary(sgmv.sgmv_shrink, shrink, blocks.shrink_warps),
         Binary(sgmv.sgmv_expand, expand, blocks.expand_warps),
         scratch=len(widths) * blocks.splits * rank_class,
         shrink_programs=blocks.splits,
-        expand_programs=-(-strips // blocks.run),
+        expand_programs=-(-columns // blocks.run),
+        shrink_strips=LARGE_TILE // blocks.shrink_strip,
+        expand_strips=LARGE_TILE // blocks.expand_strip,
     )
 
 

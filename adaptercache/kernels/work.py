@@ -8,7 +8,7 @@
 - of each single its slot;
 - of each single its token.
 
-A group is up to 16 tokens of one slot (BGMV) or 32 (SGMV). A single is a token alone with its slot;
+A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token alone with its slot;
 where the kernels have no path of their own for it, it is a group of one.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["LARGE_TILE", "SMALL", "SMALL_TILE", "WorkShape", "rows_by_slot"]
 
 SMALL = 512
 """Rows: up to here the kernels for few tokens are the faster ones."""
-SMALL_TILE, LARGE_TILE = 16, 32  # tokens a group; the kernels' own
+SMALL_TILE, LARGE_TILE = 16, 64  # tokens a group; the kernels' own
 
 
 def rows_by_slot(segments: Iterable[tuple[int, int]]) -> dict[int, list[int]]:

@@ -61,7 +61,7 @@ arch, rank_class = map(int, sys.argv[1:])
 variants.has_pdl = lambda device: arch >= 90
 shape = (torch.device("cuda"), torch.bfloat16, 32768, 32)
 shape += (4096, (4096, 1024, 1024)[: modules_at_once(rank_class)], rank_class)
-few, many = variants._bgmv_pair(*shape), variants._sgmv_pair(*shape, 2048)
+few, many = variants._bgmv_pair(*shape), variants._sgmv_pair(*shape)
 print(json.dumps({
     "bgmv_shrink": stack_bytes(few.shrink, arch),
     "bgmv_expand": stack_bytes(few.expand, arch),
