@@ -18,7 +18,7 @@ from adaptercache.batch import Request
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.errors import CacheClosed
 from adaptercache.identity import AdapterKey, Digest, check_id
-from adaptercache.kernels.segments import BASE_SLOT, LoraBatch, rank_class_of
+from adaptercache.kernels import LoraBatch, rank_class_of, warmup
 from adaptercache.kv import KVPages
 from adaptercache.layout import KVLayout, LoraLayout
 from adaptercache.lease import Admission, Lease
@@ -247,9 +247,9 @@ class AdapterCache:
 
     # -- the GPU's memory
 
-    def warmup(self) -> None:
-        """Make a step's buffers. Kernels are not compiled here yet, but at their first launch."""
-        LoraBatch(self._gpu.stack, [(BASE_SLOT, 1)])
+    def warmup(self, groups: Sequence[Sequence[str]] | None = None, num_rows: int = 8192) -> None:
+        """Compile all kernels for up to ``num_rows`` rows, before a step: see `kernels.warmup`."""
+        warmup(self._gpu.stack, groups, num_rows)
 
     def drop_gpu(self) -> None:
         """Give the arena's memory back to the GPU, for another job on it, until `restore`. Waits

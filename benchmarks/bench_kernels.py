@@ -14,9 +14,10 @@ import re
 import time
 from collections.abc import Iterator
 
-import record
 import torch
 import triton
+
+import record
 from kernel_cases import Case, all_cases
 from kernel_host import host_times
 from kernel_report import Row, summary

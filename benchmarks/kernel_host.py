@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from kernel_cases import Case
-from kernel_world import World
 
 from adaptercache.kernels import LoraBatch, add_lora
+from kernel_cases import Case
+from kernel_world import World
 
 
 def host_times() -> dict[str, dict[str, float]]:

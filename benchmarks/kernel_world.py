@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kernel_cases import SHAPES, Case
 from torch import Tensor
 
 from adaptercache.base_model import BaseModel
@@ -16,6 +15,7 @@ from adaptercache.kernels import LoraBatch, LoraStack, add_lora
 from adaptercache.kernels.segments import rank_class_of
 from adaptercache.layout import ArenaShape, LoraLayout
 from adaptercache.packing import VectorSpec
+from kernel_cases import SHAPES, Case
 
 ROTATE_BYTES = 150_000_000  # weights, inputs and outputs of all layers: beyond the L2
 MAX_LAYERS = 600
@@ -151,4 +151,4 @@ def _time(run: Callable[[], None], runs: int, *, sleep: bool = False) -> float:
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3

@@ -78,6 +78,10 @@ def _outputs(
                 f"{name} is {list(tensor.shape)}, expected [{batch.num_rows}, {width}] for "
                 f"{', '.join(modules)}"
             )
+        if width > 1 and tensor.stride(1) != 1:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}: rows may be apart, columns must not be"
+            )
         if tensor.dtype != stack.dtype or tensor.device != stack.device:
             raise TypeError(
                 f"{name} is {tensor.dtype} on {tensor.device}; the arena is {stack.dtype} on "

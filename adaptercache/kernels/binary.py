@@ -74,31 +74,32 @@ class Binary:
             grid = (min(grid[0], resident), 1, 1)
         compiled[grid](*args, *self._in_order)
 
-    def compile(
-        self, args: Sequence[Any], device: torch.device, *, pdl: bool
-    ) -> tuple[Any, int]:
+    def compile(self, args: Sequence[Any], device: torch.device, *, pdl: bool) -> tuple[Any, int]:
         """What Triton compiled for arguments like these, where a dtype stands for a tensor of it;
         and how many programs of it the GPU holds at once."""
         options = {"num_warps": self.num_warps, **({"launch_pdl": True} if pdl else {})}
         compiled = self.function.warmup(*args, grid=(1, 1, 1), **self.constants, **options)
         if not self.is_persistent:
             return compiled, 0
-        compiled.run  # noqa: B018  loads it, and so finds its registers
+        compiled.run  # noqa: B018  loads it, and so finds what it takes
         return compiled, _resident(
             device, compiled.n_regs, compiled.metadata.shared, self.num_warps
         )
 
 
-def _resident(device: torch.device, registers: int, shared_bytes: int, num_warps: int) -> int:
-    """Programs that a GPU holds at once, by CUDA's rules of occupancy."""
+def _resident(device: torch.device, thread_words: int, shared_bytes: int, num_warps: int) -> int:
+    """Programs that a GPU holds at once, by CUDA's rules of occupancy.
+
+    ``thread_words``: of 4 bytes that a thread keeps on the multiprocessor.
+    """
     properties = torch.cuda.get_device_properties(device)
-    a_warp = -(-registers * 32 // 256) * 256
+    a_warp = -(-thread_words * 32 // 256) * 256
     # A multiprocessor has four parts, each with its own registers.
-    warps = properties.regs_per_multiprocessor // 4 // a_warp * 4
+    warps = getattr(properties, "regs_per_multiprocessor", 65536) // 4 // a_warp * 4
     most = (
         warps // num_warps,
         properties.max_threads_per_multi_processor // (32 * num_warps),
         properties.shared_memory_per_multiprocessor // (shared_bytes + 1024),
         32,
     )
-    return max(1, min(most)) * int(properties.multi_processor_count)
+    return int(max(1, min(most)) * properties.multi_processor_count)

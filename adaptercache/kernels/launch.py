@@ -71,4 +71,4 @@ def _launch_pair(
 
 def _three(values: Sequence[Any]) -> list[Any]:
     """Kernels take three of each; the last is repeated, and not looked at."""
-    return [*values, *values[-1:] * (3 - len(values))]
+    return [*values, *(values[-1] for _ in range(3 - len(values)))]

@@ -36,4 +36,3 @@ def add_lora_reference(
         picked = torch.tensor(rows, device=x.device)
         term = (x[picked].to(dtype) @ a.to(dtype).t()) @ b.to(dtype).t() * scaling
         y[picked] = (y[picked].to(dtype) + term).to(y.dtype)
-

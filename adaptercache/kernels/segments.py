@@ -10,7 +10,10 @@ from torch import Tensor
 from adaptercache.kernels.stack import LoraStack
 from adaptercache.kernels.work import WorkShape
 
-__all__ = ["BASE_SLOT", "LoraBatch", "rank_class_of"]
+__all__ = ["BASE_SLOT", "RANK_CLASSES", "LoraBatch", "rank_class_of"]
+
+RANK_CLASSES = (16, 64, 128, 256, 512)
+"""What a batch's largest rank is rounded up to."""
 
 BASE_SLOT = -1
 """The slot of tokens that run on the base model alone."""
@@ -18,7 +21,7 @@ BASE_SLOT = -1
 
 def rank_class_of(rank: int) -> int:
     """The rank class of a batch whose largest rank is ``rank``: 16, 64, 128, 256 or 512."""
-    for rank_class in (16, 64, 128, 256, 512):
+    for rank_class in RANK_CLASSES:
         if rank <= rank_class:
             return rank_class
     raise ValueError(f"rank {rank} is over 512")

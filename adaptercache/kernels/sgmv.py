@@ -200,7 +200,8 @@ def sgmv_expand(
                 pick(m, y0, y1, y2, M), pick(m, y_stride0, y_stride1, y_stride2, M), arena,
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
-                tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M),
-                its_tokens, partials, m * tokens, SPLITS, SPLITS, STRIP, RANK, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
+                tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M), its_tokens, partials,
+                m * tokens, SPLITS, SPLITS, STRIP, RANK, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL,
+                DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         block += blocks

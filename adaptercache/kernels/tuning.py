@@ -1,9 +1,9 @@
 """The choice of block sizes: one rule, known from a launch's shape before anything runs.
 
-Made with `benchmarks/tune_kernels.py` on an H200. What carries over to other GPUs: memory is read in
-segments of 512 bytes and more; a thread of the matrix-vector path holds all rows of its columns, so
-that nothing is exchanged; programs that stride over work are no more than fit at once (see
-`binary`); and loops long enough to hide a memory's latency behind their own pipeline.
+Made with `benchmarks/tune_kernels.py` on an H200. What carries over to other GPUs: memory is read
+in segments of 512 bytes and more; a thread of the matrix-vector path holds all rows of its columns,
+so that nothing is exchanged; programs that stride over work are no more than fit at once (see
+`binary`); and loops are long enough to hide the memory's latency behind their own pipeline.
 """
 
 from __future__ import annotations

@@ -47,26 +47,28 @@ def pair_for(
 
 def compile_group(
     stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
-) -> None:
+) -> int:
     """Compile what batches of ``num_rows`` rows need for modules of these widths.
 
     What is compiled lies in Triton's cache on disk, for other processes too.
+
+    Returns:
+        The scratch that they need: float32 elements.
     """
     weights, ints, pdl = stack.dtype, torch.int32, has_pdl(stack.device)
     tables, paging = (weights, ints, ints, ints), (2, 2, 2, 2, 2)
     work = (ints, torch.float32, 2) if num_rows <= SMALL else (ints, 2, torch.float32, 2)
     at_once = modules_at_once(rank_class)
+    scratch = 0
     for i in range(0, len(widths), at_once):
         pair = pair_for(stack, k, widths[i : i + at_once], rank_class, num_rows)
-        for is_first in {True, not pdl}:
-            pair.shrink.compile(
-                (weights, 16, *tables, *paging, *work), stack.device, pdl=pdl and not is_first
-            )
-        pair.expand.compile(
-            (*[weights] * 3, *[16] * 3, *tables, torch.float32, *paging, *work),
-            stack.device,
-            pdl=pdl,
-        )
+        for follows in {False, pdl}:
+            args = (weights, 16, *tables, *paging, *work)
+            pair.shrink.compile(args, stack.device, pdl=follows)
+        args = (*[weights] * 3, *[16] * 3, *tables, torch.float32, *paging, *work)
+        pair.expand.compile(args, stack.device, pdl=pdl)
+        scratch = max(scratch, num_rows * pair.scratch)
+    return scratch
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +94,12 @@ def _bgmv_pair(
     expand = {
         **{"K": k, **_widths(widths), "M": len(widths), "RANK": rank_class, **paged},
         **{"SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits)},
-        **{"GROUP_SPLITS": group_splits, "ROOM": room, "BN": blocks.bn, "GROUP_BN": blocks.group_bn},
+        **{
+            "GROUP_SPLITS": group_splits,
+            "ROOM": room,
+            "BN": blocks.bn,
+            "GROUP_BN": blocks.group_bn,
+        },
         **{"VECTOR": _vector(blocks.bn, blocks.expand_warps), "STAGES": blocks.expand_stages},
     }
     return Pair(
@@ -116,16 +123,16 @@ def _sgmv_pair(
 ) -> Pair:
     blocks = sgmv_blocks(k, widths, rank_class)
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
-    either = {
+    both = {
         **{"K": k, "M": len(widths), "SPLITS": blocks.splits, "RANK": rank_class},
         **{"BM": LARGE_TILE, **_paged(device, dtype, page_elems, rows, aligned)},
     }
     shrink = {
-        **{**either, "STRIP": blocks.shrink_strip, "BK": blocks.bk},
+        **{**both, "STRIP": blocks.shrink_strip, "BK": blocks.bk},
         "STAGES": blocks.shrink_stages,
     }
     expand = {
-        **{**either, **_widths(widths), "BN": blocks.bn, "STRIP": blocks.expand_strip},
+        **{**both, **_widths(widths), "BN": blocks.bn, "STRIP": blocks.expand_strip},
         **{"RUN": blocks.run, "STAGES": blocks.expand_stages},
     }
     columns = sum(-(-width // blocks.bn) for width in widths)

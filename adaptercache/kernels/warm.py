@@ -1,0 +1,66 @@
+"""Ahead of the first step: kernels compiled, and the memory that a step's launches share made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adaptercache.kernels.segments import RANK_CLASSES, rank_class_of
+from adaptercache.kernels.stack import LoraStack
+from adaptercache.kernels.work import SMALL
+
+__all__ = ["warmup"]
+
+_SHARE_THEIR_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def warmup(
+    stack: LoraStack, groups: Sequence[Sequence[str]] | None = None, num_rows: int = 8192
+) -> None:
+    """Compile all that `add_lora` may launch for these groups, and make its scratch.
+
+    After it, no batch of up to ``num_rows`` rows compiles or allocates anything. It takes a minute
+    or two on a machine's first time, and a second or two once Triton's cache on disk has it all. On
+    a CPU there is nothing to do.
+
+    Args:
+        stack: whose arena the kernels will read.
+        groups: the modules of each call of `add_lora`; None: q, k and v at once, gate and up at
+            once, and every other module by itself.
+        num_rows: of the largest batch.
+
+    Raises:
+        ValueError: a module that the layout has not, or a group whose inputs differ in width.
+    """
+    widths = _widths(stack, _default(stack) if groups is None else groups)
+    if stack.device.type != "cuda":
+        return
+    from adaptercache.kernels.variants import compile_group  # triton: only where it is used
+
+    largest = rank_class_of(stack.layout.max_rank)
+    scratch = 0
+    for k, outs in sorted(widths):
+        for rank_class in [each for each in RANK_CLASSES if each <= largest]:
+            for rows in {min(SMALL, num_rows), num_rows}:
+                scratch = max(scratch, compile_group(stack, k, outs, rank_class, rows))
+    stack.scratch(scratch)
+
+
+def _default(stack: LoraStack) -> list[tuple[str, ...]]:
+    modules = stack.layout.modules
+    groups = [tuple(m for m in group if m in modules) for group in _SHARE_THEIR_INPUT]
+    grouped = {module for group in groups for module in group}
+    return [g for g in groups if g] + [(m,) for m in modules if m not in grouped]
+
+
+def _widths(stack: LoraStack, groups: Sequence[Sequence[str]]) -> set[tuple[int, tuple[int, ...]]]:
+    """In and out of each group, in every layer that has it."""
+    found = set()
+    sites = {(site.layer, site.module): site for site in stack.layout.sites}
+    for group in groups:
+        for layer in range(stack.layout.num_layers):
+            if group[0] not in stack.layout.modules or (layer, group[0]) in sites:
+                its = [stack.layout.sites[stack.site(layer, module)] for module in group]
+                if len({site.in_features for site in its}) > 1:
+                    raise ValueError(f"{', '.join(group)}: their inputs differ in width")
+                found.add((its[0].in_features, tuple(site.out_features for site in its)))
+    return found
