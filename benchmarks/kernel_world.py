@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from adaptercache.base_model import BaseModel
-from adaptercache.kernels import LoraBatch, LoraStack, add_lora
-from adaptercache.kernels.segments import rank_class_of
+from adaptercache.kernels import LoraBatch, LoraStack, add_lora, rank_class_of
 from adaptercache.layout import ArenaShape, LoraLayout
 from adaptercache.packing import VectorSpec
 from kernel_cases import SHAPES, Case
@@ -20,7 +19,7 @@ from kernel_cases import SHAPES, Case
 ROTATE_BYTES = 150_000_000  # weights, inputs and outputs of all layers: beyond the L2
 MAX_LAYERS = 600
 ERROR = 0.03  # largest, over the RMS of the term: bfloat16 rounds once
-CHECKED_ROWS = 24
+CHECKED_ROWS = 12
 NAMES = {1: ("o_proj",), 2: ("gate_proj", "up_proj"), 3: ("q_proj", "k_proj", "v_proj")}
 
 

@@ -10,6 +10,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -34,7 +36,10 @@ def _cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    with suppress(PackageNotFoundError):
+        found["triton"] = version("triton")
+    return found
 
 
 def write(bench: str, cases: Mapping[str, Mapping[str, object]], *, on_gpu: bool = False) -> Path:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from adaptercache.kernels.groups import block_of, expand_group
-from adaptercache.kernels.paging import load_part, load_tile, part_pages, pick
+from adaptercache.kernels.paging import load_part, load_tile, part_pages, pick, prefetch_part
 
 __all__ = ["bgmv_expand", "bgmv_shrink"]
 
@@ -138,6 +138,11 @@ def _shrink_group(
         slot_pages, begin, rows, rows < r, split * GROUP_BK, K, GROUP_BK, PAGE_ELEMS, ROWS
     )
     if PDL:
+        if ALIGNED and GROUP_BK <= PAGE_ELEMS:
+            prefetch_part(
+                arena, num_pages, rows < r, first, page, next_page, K - split * GROUP_BK, GROUP_BK,
+                PAGE_ELEMS, ROWS,
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     # [16, 16]
     h = tl.zeros([16, 16], tl.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adaptercache.kernels.paging import dot_rounded, load_part, part_pages, pick
+from adaptercache.kernels.paging import dot_rounded, load_part, part_pages, pick, prefetch_part
 
 __all__ = ["block_of", "expand_group"]
 
@@ -59,6 +59,11 @@ def expand_group(
         slot_pages, begin, i, i < r, column, width, PAGE_ELEMS, PAGE_ELEMS, ROWS
     )
     if PDL:
+        if ALIGNED and 4 * BN <= PAGE_ELEMS:
+            prefetch_part(
+                arena, num_pages, i < r, first, page, next_page, blocks * BN, 4 * BN,
+                PAGE_ELEMS, ROWS,
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     # [TILE, RANK]
     h = tl.zeros([TILE, RANK], tl.float32)

@@ -270,6 +270,17 @@ def test_an_input_of_another_shape_is_refused(world: World, cut: Any) -> None:
         add_lora(ys, x[cut], batch, QKV, 0)
 
 
+@pytest.mark.parametrize("which", ["x", "y"])
+def test_columns_that_are_apart_are_refused(world: World, which: str) -> None:
+    batch, x, ys = inputs(world)
+    if which == "x":
+        x = torch.cat([x, x], dim=1)[:, ::2]
+    else:
+        ys[0] = torch.cat([ys[0], ys[0]], dim=1)[:, ::2]
+    with pytest.raises(ValueError, match=f"{which} has strides"):
+        add_lora(ys, x, batch, QKV, 0)
+
+
 def test_modules_that_do_not_share_their_input_are_refused(world: World) -> None:
     batch, x, ys = inputs(world, ("q_proj", "down_proj"))
     with pytest.raises(ValueError, match="x is"):

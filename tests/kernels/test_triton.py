@@ -223,6 +223,22 @@ def test_batches_that_are_open_at_once_keep_their_own_adapters() -> None:
             assert ((y.cpu() - want).abs() <= 2e-6 * magnitude).all()
 
 
+@pytest.mark.parametrize("tokens", [40, 600], ids=["bgmv", "sgmv"])
+def test_the_error_is_little_more_than_that_of_rounding_once(tokens: int) -> None:
+    """In float16 where the kernels are interpreted, which rounds bfloat16 toward zero."""
+    dtype = "float16" if DEVICE == "cpu" else "bfloat16"
+    world = World(layout_of(512, [128], dtype), [[16, 8], [64, 33]], 2, 1024, seed=6)
+    slots = [0, 1] * 10 + [0] * (tokens - 20)
+    x = torch.randn(tokens, 512).to(world.stack.dtype) / 16
+    want, _ = world.want(x, slots, 0)
+    y = torch.zeros(tokens, 128, dtype=world.stack.dtype, device=DEVICE)
+    batch = LoraBatch(world.stack, [(slot, 1) for slot in slots], rank_class=64)
+    add_lora_triton([y], x.to(DEVICE), batch, ["m0_proj"], 0)
+    error = (y.double().cpu() - want).square().mean().sqrt()
+    least = (want.to(y.dtype).double() - want).square().mean().sqrt()
+    assert error <= 1.5 * least
+
+
 @pytest.mark.gpu
 def test_a_batch_cannot_be_made_while_a_graph_is_captured() -> None:
     world = World(layout_of(64, [32], "float32"), [[16, 16]], 1, 512, seed=4)

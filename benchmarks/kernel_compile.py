@@ -1,0 +1,71 @@
+"""Compile the kernels of many cases at once, in processes of their own, into Triton's cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from adaptercache.kernels import rank_class_of, variants
+from adaptercache.kernels.tuning import bgmv_blocks, sgmv_blocks
+from adaptercache.layout import ArenaShape
+from kernel_cases import SHAPES, Case
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Block sizes that differ from the rule's: names of fields, and their values."""
+
+    changes: tuple[tuple[str, int], ...] = ()
+
+    def choose(self) -> None:
+        """Make every launch from now on use them."""
+
+        def changed(blocks: Any) -> Any:
+            return replace(blocks, **dict(self.changes))
+
+        vars(variants)["bgmv_blocks"] = lambda *shape: changed(bgmv_blocks(*shape))
+        vars(variants)["sgmv_blocks"] = lambda *shape: changed(sgmv_blocks(*shape))
+        variants._bgmv_pair.cache_clear()
+        variants._sgmv_pair.cache_clear()
+
+
+RULE = Blocks()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """As much of a LoraStack as decides what is compiled."""
+
+    shape: ArenaShape
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+
+
+def _compile(shape_name: str, rank_class: int, is_decode: bool, blocks: Blocks) -> str:
+    """What went wrong, or nothing."""
+    shape = SHAPES[shape_name]
+    stack: Any = _Stack(ArenaShape(shape.rows, 1, shape.page_bytes, 2), torch.device("cuda", 0))
+    blocks.choose()
+    try:
+        rows = 1 if is_decode else 2048
+        variants.compile_group(stack, shape.k, shape.widths, rank_class, rows)
+    except Exception as e:  # a choice that doesn't fit the GPU: told, and left out
+        return f"{shape_name} {rank_class} {blocks.changes}: {e!r}"
+    return ""
+
+
+def compile_all(wanted: Iterable[tuple[Case, Blocks]]) -> list[str]:
+    """Compile what these cases launch with these blocks. Returns what went wrong."""
+    jobs = {
+        (case.shape, rank_class_of(case.max_rank), case.phase == "decode", blocks)
+        for case, blocks in wanted
+    }
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=spawn) as pool:
+        return [error for error in pool.map(_compile, *zip(*jobs, strict=True)) if error]

@@ -1,0 +1,72 @@
+"""A CUDA graph, captured once from an empty batch, over a cache that loads and evicts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import Tiny
+
+pytest.importorskip("triton")
+
+from adaptercache.kernels import LoraBatch, add_lora
+
+pytestmark = pytest.mark.gpu
+ROWS, RANK_TO = 8, 16
+MODULES = ("q_proj", "k_proj", "v_proj")
+BATCHES = [
+    ["a", "b", "a", None],
+    ["c", "c", "c", "c", "c", "c", "c", "c"],
+    [],
+    ["d", "a", None, "e"],
+    [None, None],
+    ["f", "b", "e", "b", "b"],
+    ["a"],
+]
+
+
+def reference(batch: LoraBatch, x: torch.Tensor, layer: int) -> torch.Tensor:
+    """The term in float64, out of what the slots hold now."""
+    outputs = []
+    slots = batch.token_slots.tolist()
+    for module in MODULES:
+        site = batch.stack.layout.sites[batch.stack.site(layer, module)]
+        out = torch.zeros(len(x), site.out_features, dtype=torch.float64, device=x.device)
+        for row, slot in enumerate(slots):
+            found = batch.stack.dense(slot, layer, module) if slot >= 0 else None
+            if found is not None:
+                a, b, scaling = found
+                out[row] = (x[row].double() @ a.double().t()) @ b.double().t() * scaling
+        outputs.append(out)
+    return torch.cat(outputs, dim=1)
+
+
+def test_a_graph_is_right_after_adapters_were_evicted_and_loaded() -> None:
+    ids = ("a", "b", "c", "d", "e", "f")
+    with Tiny.cache(Tiny.source(*ids), pages=14, gpu_slots=3) as cache:
+        cache.warmup(num_rows=ROWS)
+        x = torch.randn(ROWS, 32, device="cuda")
+        y = torch.zeros(2, ROWS, 32 + 16 + 16, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with cache.lora_batch([], pad_to=ROWS, rank_to=RANK_TO) as batch:
+            for layer in range(2):
+                add_lora(y[layer], x, batch, MODULES, layer)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                y.zero_()
+                for layer in range(2):
+                    add_lora(y[layer], x, batch, MODULES, layer)
+        for adapters in BATCHES * 3:
+            x.normal_()
+            leases = {each: cache.acquire(each) for each in dict.fromkeys(adapters)}
+            pairs = [(leases[each].result(20), 1) for each in adapters]
+            with cache.lora_batch(pairs, pad_to=ROWS, rank_to=RANK_TO) as batch:
+                graph.replay()
+                wants = [reference(batch, x, layer) for layer in range(2)]
+            for layer, want in enumerate(wants):
+                assert (y[layer].double() - want).abs().max() <= 1e-4 * want.abs().max().clamp(
+                    min=1
+                )
+                assert not y[layer, len(adapters) :].any()
+            for lease in leases.values():
+                lease.release()
+        assert cache.stats().evictions  # some adapters came back
