@@ -1,21 +1,19 @@
 """A peer's own Triton LoRA kernels on the cases of bench_kernels.py.
 
 Written against the public functions of vLLM 0.33.0 (``vllm.lora.ops.triton_ops``) and SGLang 0.5.23
-(``sglang.kernels.ops.lora.dense``, of both its backends: csgmv, the default, and triton). Both run
-as they come: default tiles, no tuned tables, metadata made beforehand, as many slots as adapters.
-The calls and the check were run on a CPU, in Triton's interpreter, at small sizes; the CUDA graph
-and the times were not run with either package installed.
+(``sglang.kernels.ops.lora.dense``: its csgmv backend, the default, and its triton one), with their
+default settings. Their calls and the check were run in Triton's interpreter, on a CPU, at small
+sizes; not run were the packages as installed, the CUDA graphs, and so every time.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,223 +22,178 @@ import record
 from kernel_cases import SHAPES, Case
 from kernel_world import CHECKED_ROWS, _layers, _times  # the same rotation, the same clock
 
-WRITTEN_AGAINST = {"vllm": "0.33.0", "sglang": "0.5.23"}
+WRITTEN_AGAINST = {"vllm": "vllm 0.33.0", "sglang": "sglang 0.5.23"}
 DEVICE = "cuda"
-MAX_WEIGHTS = 40 << 30  # bytes
-ERROR = 0.1  # largest, over the term's RMS: they round more often; a wrong adapter is beyond 1
+MAX_BYTES = 40 << 30  # of weights
+ERROR = 0.1  # largest, over the term's RMS: peers round more often; a wrong adapter is beyond 1
 CHUNK = 16  # rows of a csgmv segment: the server's default
 
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A layer's adapters as the peer stacks them: vLLM a tensor a module, SGLang one for all."""
-
-    a: list[Tensor]  # [slots, rank, k]
-    b: list[Tensor]  # [slots, n, rank]
-
-
-Call = Callable[[Tensor, Tensor, Weights], None]  # y, x: one layer
-
-
-class Peer(Protocol):
-    def prepare(self, case: Case, slots: int) -> dict[str, Call]:
-        """Its ways to do a layer, by name, with the batch's metadata made."""
-
-    def weights(self, case: Case, slots: int) -> Weights: ...
-
-    def dense(
-        self, weights: Weights, case: Case, slot: int, module: int
-    ) -> tuple[Tensor, Tensor]: ...
+Stacks: TypeAlias = list[Tensor]  # of A, [slots, rank, k], or of B, [slots, n, rank]
+Call: TypeAlias = Callable[[Tensor, Tensor, Stacks, Stacks], None]  # one layer: y, x, A, B
 
 
 class Vllm:
-    """One pair of launches, and the zeroing in ``lora_shrink``, for all modules of a layer."""
+    """A list of stacks, one a module: ``lora_shrink``, which zeroes first, and ``lora_expand``."""
 
     def __init__(self) -> None:
-        ops = import_module("vllm.lora.ops.triton_ops")
-        self.meta, self.shrink, self.expand = ops.LoRAKernelMeta, ops.lora_shrink, ops.lora_expand
-        utils = import_module("vllm.lora.ops.triton_ops.utils")
-        self.tables = (utils._LORA_A_PTR_DICT, utils._LORA_B_PTR_DICT)
+        ops = self.ops = import_module("vllm.lora.ops.triton_ops")
+        self.tables = (ops.utils._LORA_A_PTR_DICT, ops.utils._LORA_B_PTR_DICT)
 
     def prepare(self, case: Case, slots: int) -> dict[str, Call]:
-        for table in self.tables:  # by address alone, never dropped: they would outlive a case
+        """The batch's metadata, made; and what does a layer with it."""
+        for table in self.tables:  # they go by address alone, and keep the last case's weights
             table.clear()
-        meta = self.meta.make(slots, case.tokens, DEVICE)
+        meta = self.ops.LoRAKernelMeta.make(slots, case.tokens, DEVICE)
         meta.prepare_tensors(torch.tensor(_slot_of_rows(case), device=DEVICE))
-        args = meta.meta_args(case.tokens, False)  # a grid for every slot: the default
+        args = meta.meta_args(case.tokens, False)  # a grid for all slots: the default
 
-        def call(y: Tensor, x: Tensor, weights: Weights) -> None:
-            size = (len(weights.a), case.tokens, case.max_rank)
-            h = torch.empty(size, dtype=torch.float32, device=DEVICE)  # a layer's own, as theirs
-            self.shrink(x, weights.a, h, *args, 1.0)
-            self.expand(h, weights.b, y, *args, offset_start=0, add_inputs=True)
+        def triton(y: Tensor, x: Tensor, a: Stacks, b: Stacks) -> None:
+            h = torch.empty(len(a), case.tokens, case.max_rank, dtype=torch.float32, device=DEVICE)
+            self.ops.lora_shrink(x, a, h, *args, 1.0)
+            self.ops.lora_expand(h, b, y, *args, offset_start=0, add_inputs=True)
 
-        return {"triton": call}
+        return {"triton": triton}
 
-    def weights(self, case: Case, slots: int) -> Weights:
-        shape, rank = SHAPES[case.shape], case.max_rank
-        ranks = torch.tensor([case.rank_of(slot) for slot in range(slots)], device=DEVICE)
-        own = torch.arange(rank, device=DEVICE) < ranks[:, None]  # the rest of a slot is zero
-        a = [_random(slots, rank, shape.k).mul_(own[:, :, None]) for _ in shape.widths]
-        return Weights(a, [_random(slots, n, rank).mul_(own[:, None]) for n in shape.widths])
-
-    def dense(self, weights: Weights, case: Case, slot: int, module: int) -> tuple[Tensor, Tensor]:
-        return weights.a[module][slot], weights.b[module][slot]
+    def pack(self, case: Case, a: Stacks, b: Stacks) -> tuple[Stacks, Stacks]:
+        return a, b
 
 
 class Sglang:
-    """Both backends; slices are stacked, those of A by the adapter's own rank."""
+    """One stack for all modules: the slices of A follow each other by the adapter's own rank."""
 
     def __init__(self) -> None:
-        # Its own cache of compiled kernels leaves the rank out of the key: wrong for two ranks.
+        # Its own cache of compiled kernels leaves the rank out of the key: one rank a process.
         os.environ["SGLANG_USE_CUSTOM_TRITON_KERNEL_CACHE"] = "0"
-        self.batch_info = import_module("sglang.srt.lora.utils").LoRABatchInfo
-        self.ops: dict[str, Callable[..., Tensor]] = {}
-        for module, name in (
-            ("chunked_sgmv_shrink", "chunked_sgmv_lora_shrink_forward"),
-            ("chunked_sgmv_expand", "chunked_sgmv_lora_expand_forward"),
-            ("sgemm_lora_a", "sgemm_lora_a_fwd"),
-            ("sgemm_lora_b", "sgemm_lora_b_fwd"),
-            ("qkv_lora_b", "qkv_lora_b_fwd"),
-            ("gate_up_lora_b", "gate_up_lora_b_fwd"),
-        ):
-            self.ops[module] = getattr(import_module(f"sglang.kernels.ops.lora.dense.{module}"), name)
+        self.info = import_module("sglang.srt.lora.utils").LoRABatchInfo
+        base = "sglang.kernels.ops.lora.dense."
+        self.shrink = import_module(base + "chunked_sgmv_shrink").chunked_sgmv_lora_shrink_forward
+        self.expand = import_module(base + "chunked_sgmv_expand").chunked_sgmv_lora_expand_forward
+        self.a = import_module(base + "sgemm_lora_a").sgemm_lora_a_fwd
+        names = ("sgemm_lora_b", "gate_up_lora_b", "qkv_lora_b")  # of 1, 2, and 3 modules
+        self.b = [getattr(import_module(base + name), f"{name}_fwd") for name in names]
 
     def prepare(self, case: Case, slots: int) -> dict[str, Call]:
-        widths, ops = SHAPES[case.shape].widths, self.ops
-        offsets_cpu = torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32)
-        offsets = offsets_cpu.to(DEVICE)
-        rows = _slot_of_rows(case)
-        counts = [(slot, rows.count(slot)) for slot in sorted(set(rows))]
-        chunks = [(s, min(CHUNK, n - i)) for s, n in counts for i in range(0, n, CHUNK)]
-        chunked = self._info(case, slots, chunks, CHUNK, in_order=False)
-        if case.phase == "decode":  # a segment a slot, the empty ones too
-            every = [(slot, rows.count(slot)) for slot in range(slots)]
-            grouped = self._info(case, slots, every, case.tokens, in_order=False)
-        else:
-            runs = case.segments()
-            grouped = self._info(case, slots, runs, max(n for _, n in runs), in_order=True)
+        """The batch's metadata, made; and what does a layer with it, in each backend."""
+        widths, rows = SHAPES[case.shape].widths, _slot_of_rows(case)
+        modules, widest = len(widths), max(widths)
+        on_cpu = torch.tensor([0, *accumulate(widths)], dtype=torch.int32)
+        offsets = on_cpu.to(DEVICE)
 
-        def csgmv(y: Tensor, x: Tensor, weights: Weights) -> None:
-            h = ops["chunked_sgmv_shrink"](x, weights.a[0], chunked, len(widths))
-            b, widest = weights.b[0], max(widths)
-            ops["chunked_sgmv_expand"](h, b, chunked, offsets, widest, y, offsets_cpu)
+        def info(parts: list[tuple[int, int]], most: int, order: Tensor | None) -> Any:
+            return self.info(
+                use_cuda_graph=False,  # the grid is of these segments, not of the largest batch's
+                bs=len(parts),
+                num_segments=len(parts),
+                seg_indptr=_ints([0, *accumulate(n for _, n in parts)]),
+                weight_indices=_ints([slot for slot, _ in parts]),
+                lora_ranks=_ints([case.rank_of(slot) for slot in range(slots)]),
+                scalings=torch.ones(slots, device=DEVICE),
+                max_len=most,
+                seg_lens=_ints([n for _, n in parts]),
+                permutation=order,
+            )
 
-        def triton(y: Tensor, x: Tensor, weights: Weights) -> None:
-            h = ops["sgemm_lora_a"](x, weights.a[0], grouped, stack_num=len(widths))
-            if len(widths) == 3:
-                ops["qkv_lora_b"](h, weights.b[0], grouped, offsets, max(widths), y)
-            elif len(widths) == 2:
-                ops["gate_up_lora_b"](h, weights.b[0], grouped, widths[0], y)
-            else:
-                ops["sgemm_lora_b"](h, weights.b[0], grouped, y)
+        order = _ints(sorted(range(len(rows)), key=rows.__getitem__))
+        counts = [(slot, rows.count(slot)) for slot in range(slots)]
+        chunks = [(slot, min(CHUNK, n - i)) for slot, n in counts for i in range(0, n, CHUNK)]
+        chunked = info(chunks, CHUNK, order)
+        grouped = info(counts, case.tokens, order)  # a segment a slot, the empty ones too
+        if case.phase == "prefill":  # one a run, as they come
+            grouped = info(case.segments(), case.tokens // case.num_adapters, None)
+        expand, geometry = self.b[modules - 1], [(), (widest,), (offsets, widest)][modules - 1]
+
+        def csgmv(y: Tensor, x: Tensor, a: Stacks, b: Stacks) -> None:
+            h = self.shrink(x, a[0], chunked, modules)
+            self.expand(h, b[0], chunked, offsets, widest, y, on_cpu)
+
+        def triton(y: Tensor, x: Tensor, a: Stacks, b: Stacks) -> None:
+            h = self.a(x, a[0], grouped, modules)
+            expand(h, b[0], grouped, *geometry, y)
 
         return {"csgmv": csgmv, "triton": triton}
 
-    def _info(
-        self, case: Case, slots: int, parts: list[tuple[int, int]], longest: int, *, in_order: bool
-    ) -> Any:
-        """``LoRABatchInfo`` of ``parts``, ``(slot, tokens)`` of rows in order or sorted by slot."""
-
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-        rows = _slot_of_rows(case)
-        order = sorted(range(len(rows)), key=rows.__getitem__)
-        return self.batch_info(
-            use_cuda_graph=False,  # a grid of these segments, not of the largest batch's
-            bs=len(parts),
-            num_segments=len(parts),
-            seg_indptr=ints([0, *itertools.accumulate(n for _, n in parts)]),
-            weight_indices=ints([slot for slot, _ in parts]),
-            lora_ranks=ints([case.rank_of(slot) for slot in range(slots)]),
-            scalings=torch.ones(slots, device=DEVICE),
-            max_len=longest,
-            seg_lens=ints([n for _, n in parts]),
-            permutation=None if in_order else ints(order),
-        )
-
-    def weights(self, case: Case, slots: int) -> Weights:
-        shape, rank = SHAPES[case.shape], case.max_rank
-        a = _random(slots, len(shape.widths) * rank, shape.k)
-        return Weights([a], [_random(slots, sum(shape.widths), rank)])
-
-    def dense(self, weights: Weights, case: Case, slot: int, module: int) -> tuple[Tensor, Tensor]:
-        rank, widths = case.rank_of(slot), SHAPES[case.shape].widths
-        first = sum(widths[:module])
-        a = weights.a[0][slot, module * rank : (module + 1) * rank]
-        return a, weights.b[0][slot, first : first + widths[module], :rank]
+    def pack(self, case: Case, a: Stacks, b: Stacks) -> tuple[Stacks, Stacks]:
+        stacked = torch.cat(a, 1)
+        for slot, rank in enumerate(case.rank_of(slot) for slot in range(len(stacked))):
+            stacked[slot, : len(a) * rank] = torch.cat([one[slot, :rank] for one in a])
+        return [stacked], [torch.cat(b, 1)]
 
 
 def measure_peer(peer: str, cases: list[Case]) -> None:
     """A line a case, and ``kernels_<peer>.json``; ``us`` is of the faster of its backends."""
-    makers: dict[str, Callable[[], Peer]] = {"vllm": Vllm, "sglang": Sglang}
     try:
-        kernels, version = makers[peer](), metadata.version(peer)
+        kernels, version = Vllm() if peer == "vllm" else Sglang(), metadata.version(peer)
     except (ImportError, AttributeError) as error:
-        wanted = f"{peer}=={WRITTEN_AGAINST[peer]}"
-        raise SystemExit(f"--peer {peer} needs {wanted}, as it was written for: {error}") from error
+        raise SystemExit(f"--peer {peer} needs {WRITTEN_AGAINST[peer]}: {error}") from error
     print(f"# {peer} {version}; written against {WRITTEN_AGAINST[peer]}")
     found = {}
     for case in cases:
-        figures = _measure(kernels, case)
-        us, floor_us = min(figures.values()), round(case.floor_us, 3)
-        each = {f"{name}_us": us for name, us in figures.items()}
-        print(f"{case.name:46} {us:8.2f} us  floor {floor_us:7.2f}  {each}", flush=True)
-        found[case.name] = {"us": us, "floor_us": floor_us, **each, "version": version}
+        each = _measure(kernels, case)
+        figures = {"us": min(each.values()), "floor_us": round(case.floor_us, 3), **each}
+        print(f"{case.name:46} {figures['us']:8.2f} us  floor {case.floor_us:7.2f}", flush=True)
+        found[case.name] = {**figures, "version": version}
     print("written:", record.write(f"kernels_{peer}", found, on_gpu=True))
 
 
-def _measure(peer: Peer, case: Case) -> dict[str, float]:
-    """µs a layer, medians: each is checked as its graph runs it, then timed."""
+def _measure(peer: Vllm | Sglang, case: Case) -> dict[str, float]:
+    """µs a layer, medians, by backend: its graph's result is checked, then its time taken."""
     shape = SHAPES[case.shape]
-    slots = case.num_adapters if case.slots == 128 else case.slots  # 128: the case asks for none
+    slots = case.num_adapters if case.slots == 128 else case.slots  # 128: where no case asks
     calls = peer.prepare(case, slots)
-    torch.cuda.empty_cache()
-    weights = [peer.weights(case, slots)]
-    size = sum(tensor.nbytes for tensor in (*weights[0].a, *weights[0].b))
-    layers = max(2, min(_layers(case), MAX_WEIGHTS // size))
-    weights += [peer.weights(case, slots) for _ in range(layers - 1)]
+    size = 2 * slots * case.max_rank * (len(shape.widths) * shape.k + sum(shape.widths))
+    layers = max(2, min(_layers(case), MAX_BYTES // size))
+    ends = {i: _adapters(case, slots) for i in (0, layers - 1)}  # those that are checked
+    weights = [peer.pack(case, *(ends.get(i) or _adapters(case, slots))) for i in range(layers)]
     x = _random(layers, case.tokens, shape.k)
     y = torch.zeros(layers, case.tokens, sum(shape.widths), dtype=torch.bfloat16, device=DEVICE)
-    figures = {}
+    medians = {}
     for name, call in calls.items():
 
         def step(call: Call = call) -> None:
-            for layer in range(layers):
-                call(y[layer], x[layer], weights[layer])
+            for layer, (a, b) in enumerate(weights):
+                call(y[layer], x[layer], a, b)
 
-        step()  # compiles; and vLLM's tables of pointers go to the GPU, which no graph can do
-        torch.cuda.synchronize()
+        step()  # compiles; and vLLM copies its tables of addresses, which a capture cannot
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
         y.zero_()
         graph.replay()
-        error = max(_error(peer, case, weights[i], x[i], y[i]) for i in (0, layers - 1))
+        error = max(_error(case, x[i], y[i], a, b) for i, (a, b) in ends.items())
         if not error <= ERROR:
             raise AssertionError(f"{case.name}: {name}'s error {error}")
-        figures[name] = round(statistics.median(_times(graph.replay, layers, 12, is_graph=True)), 3)
-    return figures
+        times = _times(graph.replay, layers, 12, is_graph=True)
+        medians[f"{name}_us"] = round(statistics.median(times), 3)
+    return medians
 
 
-def _error(peer: Peer, case: Case, weights: Weights, x: Tensor, y: Tensor) -> float:
+def _adapters(case: Case, slots: int) -> tuple[Stacks, Stacks]:
+    """A and B of each module, zero beyond an adapter's own rank."""
+    shape, rank = SHAPES[case.shape], case.max_rank
+    ranks = torch.tensor([case.rank_of(slot) for slot in range(slots)], device=DEVICE)
+    own = torch.arange(rank, device=DEVICE) < ranks[:, None]
+    a = [_random(slots, rank, shape.k).mul_(own[:, :, None]) for _ in shape.widths]
+    return a, [_random(slots, width, rank).mul_(own[:, None]) for width in shape.widths]
+
+
+def _error(case: Case, x: Tensor, y: Tensor, a: Stacks, b: Stacks) -> float:
     """Of some rows, against float64: the largest, over the term's RMS."""
-    slots, worst, first = _slot_of_rows(case), 0.0, 0
+    slots, worst = _slot_of_rows(case), 0.0
     rows = sorted({i * (case.tokens - 1) // (CHECKED_ROWS - 1) for i in range(CHECKED_ROWS)})
-    for module, width in enumerate(SHAPES[case.shape].widths):
-        got = y[rows, first : first + width].double()
-        want = torch.zeros_like(got)
-        for i, row in enumerate(rows):
-            a, b = peer.dense(weights, case, slots[row], module)
-            want[i] = b.double() @ (a.double() @ x[row].double())
+    got_of = y[rows].double().split(SHAPES[case.shape].widths, 1)
+    for got, a_of, b_of in zip(got_of, a, b, strict=True):
+        h = [a_of[slots[row]].double() @ x[row].double() for row in rows]
+        want = torch.stack([b_of[slots[row]].double() @ h[i] for i, row in enumerate(rows)])
         worst = max(worst, float((got - want).abs().max() / want.square().mean().sqrt()))
-        first += width
     return worst
 
 
 def _slot_of_rows(case: Case) -> list[int]:
     return [slot for slot, tokens in case.segments() for _ in range(tokens)]
+
+
+def _ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def _random(*size: int) -> Tensor:

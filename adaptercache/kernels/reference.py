@@ -33,6 +33,6 @@ def add_lora_reference(
         if found is None:
             continue
         a, b, scaling = found
-        picked = torch.tensor(rows, device=x.device)
+        picked = torch.tensor(list(rows), device=x.device)
         term = (x[picked].to(dtype) @ a.to(dtype).t()) @ b.to(dtype).t() * scaling
         y[picked] = (y[picked].to(dtype) + term).to(y.dtype)

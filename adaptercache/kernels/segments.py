@@ -75,7 +75,7 @@ class LoraBatch:
         """Whether a kernel was launched since the work was laid out (see `launch`)."""
         self.has_ended = False
         """Set when its step has ended: its slots may be another adapter's now."""
-        self._name = object()
+        self._name = object()  # not itself: the stack would keep it, and it the stack
         if stack.device.type == "cuda":
             self.work()  # for a replay of a graph, which calls nothing else
 
@@ -102,22 +102,18 @@ class LoraBatch:
             RuntimeError: it would have to be written while a CUDA graph is captured: each replay
                 would then run the captured batch again.
         """
-        buffer, name = self.stack.work(self.num_rows, self.shape.numel)
-        if name is not self._name:
-            if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
+        buffer = self.stack.work(self.shape)
+        if buffer.owner is not self._name:
+            if buffer.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "a LoraBatch is made before a CUDA graph is captured, and the batch that was "
                     f"made last for {self.num_rows} rows is the one to capture"
                 )
-            self.stack.name_work(self.num_rows, self._name)
-            buffer.copy_(self._lay_out(), non_blocking=True)
+            numbers = self.shape.lay_out(self.segments)
+            self.num_groups = numbers[0]
+            buffer.write(numbers, self._name)
             self.has_launched = False
-        return buffer
-
-    def _lay_out(self) -> Tensor:
-        numbers = torch.frombuffer(self.shape.lay_out(self.segments), dtype=torch.int32)
-        self.num_groups = int(numbers[0])
-        return numbers.pin_memory() if self.stack.device.type == "cuda" else numbers
+        return buffer.tensor
 
     def wait(self, layer: int) -> None:
         """Make the compute stream wait until this layer's adapters are in place."""

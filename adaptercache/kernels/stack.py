@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from adaptercache.base_model import BaseModel
+from adaptercache.kernels.work import WorkShape
+from adaptercache.kernels.work_buffer import WorkBuffer
 from adaptercache.layout import ADAPTER_PAGE_BYTES, ALIGN, ArenaShape, LoraLayout, align
 from adaptercache.packing import VectorSpec
 
@@ -59,8 +61,7 @@ class LoraStack:
         self.scaling = scaling.view(torch.float32)
         self.start.fill_(-1)
         self._index = {(s.layer, s.module): i for i, s in enumerate(layout.sites)}
-        self._work: dict[int, Tensor] = {}
-        self._work_of: dict[int, object] = {}
+        self._work: dict[int, WorkBuffer] = {}
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
 
     @classmethod
@@ -132,18 +133,12 @@ class LoraStack:
                 f"{self.layout.num_layers - 1} with {', '.join(self.layout.modules)}"
             ) from None
 
-    def work(self, num_rows: int, numel: int) -> tuple[Tensor, object]:
-        """The buffer of work for batches of ``num_rows`` rows, ``int32 [numel]``, the same one each
-        time; and the name that `name_work` gave it last."""
-        buffer = self._work.get(num_rows)
+    def work(self, shape: WorkShape) -> WorkBuffer:
+        """The buffer for batches of as many rows: the same one each time."""
+        buffer = self._work.get(shape.num_rows)
         if buffer is None:
-            buffer = torch.zeros(numel, dtype=torch.int32, device=self.device)
-            self._work[num_rows] = buffer
-        return buffer, self._work_of.get(num_rows)
-
-    def name_work(self, num_rows: int, name: object) -> None:
-        """Say whose work is in the buffer from now on."""
-        self._work_of[num_rows] = name
+            buffer = self._work[shape.num_rows] = WorkBuffer(shape.numel, self.device)
+        return buffer
 
     def scratch(self, numel: int) -> Tensor:
         """Space for partial sums, shared by all launches on the one compute stream.
