@@ -2,8 +2,8 @@
 
 Written against the public functions of vLLM 0.33.0 (``vllm.lora.ops.triton_ops``) and SGLang 0.5.23
 (``sglang.kernels.ops.lora.dense``: its csgmv backend, the default, and its triton one), with their
-default settings. Their calls and the check were run in Triton's interpreter, on a CPU, at small
-sizes; not run were the packages as installed, the CUDA graphs, and so every time.
+default settings. Run so far: their calls and the check, of half precision and small sizes, in
+Triton's interpreter. Not run: the packages as installed, the CUDA graphs, and so every time.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ class Sglang:
     def prepare(self, case: Case, slots: int) -> dict[str, Call]:
         """The batch's metadata, made; and what does a layer with it, in each backend."""
         widths, rows = SHAPES[case.shape].widths, _slot_of_rows(case)
-        modules, widest = len(widths), max(widths)
-        on_cpu = torch.tensor([0, *accumulate(widths)], dtype=torch.int32)
-        offsets = on_cpu.to(DEVICE)
+        offsets = _ints([0, *accumulate(widths)])
+        modules, widest, on_cpu = len(widths), max(widths), offsets.cpu()
 
         def info(parts: list[tuple[int, int]], most: int, order: Tensor | None) -> Any:
             return self.info(
@@ -124,7 +123,7 @@ def measure_peer(peer: str, cases: list[Case]) -> None:
     try:
         kernels, version = Vllm() if peer == "vllm" else Sglang(), metadata.version(peer)
     except (ImportError, AttributeError) as error:
-        raise SystemExit(f"--peer {peer} needs {WRITTEN_AGAINST[peer]}: {error}") from error
+        raise SystemExit(f"{peer}'s kernels need {WRITTEN_AGAINST[peer]}: {error}") from error
     print(f"# {peer} {version}; written against {WRITTEN_AGAINST[peer]}")
     found = {}
     for case in cases:

@@ -36,7 +36,6 @@ FIELDS = {
         "bk": (64, 128, 256),
         "splits": (2, 4, 8, 16),
         "bn": (64, 128, 256),
-        "run": (2, 4, 8, 16, 32),
         "shrink_strip": (32, 64),
         "expand_strip": (16, 32, 64),
         "shrink_warps": (4, 8),

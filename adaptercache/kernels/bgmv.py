@@ -13,13 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from adaptercache.kernels.dots import dot_into
 from adaptercache.kernels.groups import block_of, expand_group
-from adaptercache.kernels.paging import load_part, load_tile, part_pages, pick, prefetch_part
+from adaptercache.kernels.jit import kernel, pick
+from adaptercache.kernels.paging import load_part, load_tile, part_pages, prefetch_part
 
 __all__ = ["bgmv_expand", "bgmv_shrink"]
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_pages", "site0", "site1", "site2", "tokens"])
+@kernel
 def bgmv_shrink(
     x,  # [tokens, K], rows strided
     x_stride,
@@ -159,15 +161,12 @@ def _shrink_group(
             mask=live[:, None] & (k < K)[None, :],
             other=0.0,
         )
-        if DOT_IN_FLOAT32:
-            xs = xs.to(tl.float32)
-            a = a.to(tl.float32)
-        h = tl.dot(xs, tl.trans(a), h, input_precision="ieee")
+        h = dot_into(h, xs, tl.trans(a), DOT_IN_FLOAT32)
     to = ((m * tokens + token) * ROOM + split).to(tl.int64) * RANK
     tl.store(partials + to[:, None] + rows[None, :], h, mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_pages", "site0", "site1", "site2", "tokens"])
+@kernel
 def bgmv_expand(
     y0,  # [tokens, N0], rows strided; y1, y2 likewise
     y1,
@@ -297,9 +296,8 @@ def _expand_single(
     to = y + token.to(tl.int64) * y_stride + n
     # [SPLITS_POW2, 1]
     s = tl.arange(0, SPLITS_POW2)[:, None]
-    # Rows at once. Where there may be more than 16, the next are on their way while these are
-    # worked on.
-    AT_ONCE: tl.constexpr = 16 if RANK == 16 else 8
+    # Rows at once: a tile is as many elements for every rank, and so of fewer columns.
+    AT_ONCE: tl.constexpr = min(RANK, 64)
     i = tl.arange(0, AT_ONCE)
     h_at = partials + ((m * tokens + token) * ROOM + s).to(tl.int64) * RANK + i[None, :]
     # [AT_ONCE, BN]
@@ -310,20 +308,17 @@ def _expand_single(
     if PDL:
         tl.extra.cuda.gdc_wait()
     old = tl.load(to, mask=n < width, other=0.0)
-    if RANK == 16:
-        h = tl.sum(tl.load(h_at, mask=(s < SPLITS) & (i < r)[None, :], other=0.0), 0)
-        term = tl.sum(b.to(tl.float32) * (h * scale)[:, None], 0)
-    else:
-        term = tl.zeros([BN], tl.float32)
-        for i0 in range(0, r, AT_ONCE):
-            rows = i0 + AT_ONCE + i
-            coming = load_tile(
+    h = tl.sum(tl.load(h_at, mask=(s < SPLITS) & (i < r)[None, :], other=0.0), 0)
+    term = tl.sum(b.to(tl.float32) * (h * scale)[:, None], 0)
+    if RANK > AT_ONCE:
+        for i0 in range(AT_ONCE, r, AT_ONCE):
+            rows = i0 + i
+            b = load_tile(
                 arena, slot_pages, num_pages, begin, rows, rows < r, column, width, BN,
                 PAGE_ELEMS, ROWS, ALIGNED, VECTOR,
             )  # fmt: skip
-            live_h = (s < SPLITS) & (i0 + i < r)[None, :]
-            h = tl.sum(tl.load(h_at + i0, mask=live_h, other=0.0), 0)
+            h_mask = (s < SPLITS) & (rows < r)[None, :]
+            h = tl.sum(tl.load(h_at + i0, mask=h_mask, other=0.0), 0)
             term += tl.sum(b.to(tl.float32) * (h * scale)[:, None], 0)
-            b = coming
     new = old.to(tl.float32) + term
     tl.store(to, new.to(y.dtype.element_ty), mask=n < width)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adaptercache.kernels.paging import dot_rounded, load_part, part_pages, pick, prefetch_part
+from adaptercache.kernels.dots import dot_rounded
+from adaptercache.kernels.jit import pick
+from adaptercache.kernels.paging import load_part, part_pages, prefetch_part
 
 __all__ = ["block_of", "expand_group"]
 
@@ -65,12 +67,17 @@ def expand_group(
                 PAGE_ELEMS, ROWS,
             )  # fmt: skip
         tl.extra.cuda.gdc_wait()
+    # [AT_ONCE, TILE, RANK]: so the sum is what needs a layout of its own, and not each load
+    AT_ONCE: tl.constexpr = max(1, 2048 // (TILE * RANK))
+    s = tl.arange(0, AT_ONCE)[:, None, None]
+    h_at = ((first_row + token) * SPLITS).to(tl.int64)[None, :, None] * RANK + i[None, None, :]
+    h_mask = live[None, :, None] & (i < r)[None, None, :]
     # [TILE, RANK]
     h = tl.zeros([TILE, RANK], tl.float32)
-    h_at = ((first_row + token) * SPLITS).to(tl.int64)[:, None] * RANK + i[None, :]
-    h_mask = live[:, None] & (i < r)[None, :]
-    for s in tl.static_range(SUMMED):
-        h += tl.load(partials + h_at + s * RANK, mask=h_mask, other=0.0)
+    for first_split in tl.static_range(0, SUMMED, AT_ONCE):
+        split = first_split + s
+        some = tl.load(partials + h_at + split * RANK, mask=h_mask & (split < SUMMED), other=0.0)
+        h += tl.sum(some, 0)
     h *= scale
     for block in tl.range(0, blocks, num_stages=STAGES):
         # [RANK, BN]

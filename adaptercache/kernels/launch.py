@@ -42,14 +42,10 @@ def _launch_pair(
     partials = stack.scratch(rows * pair.scratch)
     shape: tuple[Any, ...]
     if batch.shape.is_small:
-        shrink_grid = (rows * pair.shrink_programs, 1, 1)
-        expand_grid = (rows * pair.expand_programs, 1, 1)
-        shape = (work, partials, rows)
+        units, shape = rows, (work, partials, rows)
     else:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        groups = batch.shape.max_groups if capturing else max(1, batch.num_groups)
-        shrink_grid = (groups * pair.shrink_strips, pair.shrink_programs, 1)
-        expand_grid = (pair.expand_programs, groups * pair.expand_strips, 1)
+        units = batch.shape.max_groups if capturing else max(1, batch.num_groups)
         shape = (work, batch.shape.max_groups, partials, rows)
     tables = (stack.arena, stack.pages, stack.start, stack.rank)
     paging = (stack.table.stride(0), stack.shape.num_pages, *_three(sites))
@@ -59,11 +55,11 @@ def _launch_pair(
         aligned = aligned and not (y.data_ptr() % 16 or stride % 16)
     pdl = has_pdl(device)
     pair.shrink.launch(
-        shrink_grid, (x, x.stride(0), *tables, *paging, *shape), device,
+        (units * pair.shrink_programs, 1, 1), (x, x.stride(0), *tables, *paging, *shape), device,
         aligned=aligned, pdl=pdl and batch.has_launched,
     )  # fmt: skip
     pair.expand.launch(
-        expand_grid,
+        (units * pair.expand_programs, 1, 1),
         (*_three(outputs), *_three(strides), *tables, stack.scaling, *paging, *shape), device,
         aligned=aligned, pdl=pdl,
     )  # fmt: skip

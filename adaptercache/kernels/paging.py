@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["dot_rounded", "load_part", "load_tile", "part_pages", "pick", "prefetch_part"]
+__all__ = ["load_part", "load_tile", "part_pages", "prefetch_part"]
 
 
 @triton.jit
@@ -132,8 +132,9 @@ def prefetch_part(
 
     So a kernel that was launched early spends its wait for the one ahead.
     """
-    # [R, PART / 64], a line of 128 bytes each where elements are of two
-    k = tl.arange(0, PART // 64) * 64
+    # [R, PART / STEP], a line of 128 bytes each where elements are of two
+    STEP: tl.constexpr = min(64, PART)
+    k = tl.arange(0, PART // STEP) * STEP
     element = first[:, None] + k[None, :]
     cell = element // PAGE_ELEMS
     is_first = cell == (first // PAGE_ELEMS)[:, None]
@@ -149,26 +150,3 @@ def prefetch_part(
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def pick(m, v0, v1, v2, M: tl.constexpr):
-    """``(v0, v1, v2)[m]`` of the M that there are."""
-    v = v0
-    if M > 1:
-        v = tl.where(m == 1, v1, v)
-    if M > 2:
-        v = tl.where(m == 2, v2, v)
-    return v
-
-
-@triton.jit
-def dot_rounded(h, b, IN_FLOAT32: tl.constexpr):
-    """Semantics: ``h @ b``, float32, with float32 ``h`` rounded to the type of ``b``.
-
-    The tensor cores take both of one type. The rounding errors of h, being independent, come to
-    those of rounding the result once, so that y's error is √2 of the least there can be.
-    """
-    if IN_FLOAT32:
-        return tl.dot(h, b.to(tl.float32), input_precision="ieee")
-    return tl.dot(h.to(b.dtype), b)

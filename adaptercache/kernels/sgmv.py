@@ -8,20 +8,17 @@ After Punica's SGMV (Chen et al., MLSys 2024), over S-LoRA's paged memory.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from adaptercache.kernels.dots import dot_into
 from adaptercache.kernels.groups import block_of, expand_group
-from adaptercache.kernels.paging import load_part, part_pages, pick
+from adaptercache.kernels.jit import kernel, pick
+from adaptercache.kernels.paging import load_part, part_pages
 
 __all__ = ["sgmv_expand", "sgmv_shrink"]
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens"),
-    ]
-)
+@kernel
 def sgmv_shrink(
     x,
     x_stride,
@@ -56,11 +53,12 @@ def sgmv_shrink(
     of token t's slot."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0) // (BM // STRIP)
-    split = tl.program_id(1)
+    strip = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    tile = strip // (BM // STRIP)
     if tile >= tl.load(work):
         return
-    its_tokens = work + 2 + max_groups + tl.program_id(0) * STRIP
+    its_tokens = work + 2 + max_groups + strip * STRIP
     if tl.load(its_tokens) < 0:
         return
     slot = tl.load(work + 2 + tile)
@@ -101,25 +99,23 @@ def sgmv_shrink(
             mask=live[:, None] & (k < K)[None, :],
             other=0.0,
         )
-        if DOT_IN_FLOAT32:
-            xs = xs.to(tl.float32)
         a = load_part(
             arena, slot_pages, num_pages, begin0, i, i < r0, begin, K, first0, page0, next0, step,
             PART, BK, PAGE_ELEMS, ROWS, ALIGNED,
         )  # fmt: skip
-        h0 = tl.dot(xs, tl.trans(a.to(xs.dtype)), h0, input_precision="ieee")
+        h0 = dot_into(h0, xs, tl.trans(a), DOT_IN_FLOAT32)
         if M > 1:
             a = load_part(
                 arena, slot_pages, num_pages, begin1, i, i < r1, begin, K, first1, page1, next1,
                 step, PART, BK, PAGE_ELEMS, ROWS, ALIGNED,
             )  # fmt: skip
-            h1 = tl.dot(xs, tl.trans(a.to(xs.dtype)), h1, input_precision="ieee")
+            h1 = dot_into(h1, xs, tl.trans(a), DOT_IN_FLOAT32)
         if M > 2:
             a = load_part(
                 arena, slot_pages, num_pages, begin2, i, i < r2, begin, K, first2, page2, next2,
                 step, PART, BK, PAGE_ELEMS, ROWS, ALIGNED,
             )  # fmt: skip
-            h2 = tl.dot(xs, tl.trans(a.to(xs.dtype)), h2, input_precision="ieee")
+            h2 = dot_into(h2, xs, tl.trans(a), DOT_IN_FLOAT32)
     to = partials + (token * SPLITS + split)[:, None] * RANK + i[None, :]
     next_module = tokens.to(tl.int64) * SPLITS * RANK
     tl.store(to, h0, mask=live[:, None])
@@ -129,11 +125,7 @@ def sgmv_shrink(
         tl.store(to + 2 * next_module, h2, mask=live[:, None])
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens"),
-    ]
-)
+@kernel
 def sgmv_expand(
     y0,
     y1,
@@ -165,7 +157,6 @@ def sgmv_expand(
     BM: tl.constexpr,
     BN: tl.constexpr,
     STRIP: tl.constexpr,
-    RUN: tl.constexpr,  # blocks a program
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -174,28 +165,29 @@ def sgmv_expand(
     STAGES: tl.constexpr,
 ):
     """Semantics: ``y_m[t, n] += scaling · Σ_i (Σ_s partials[m, t, s, i]) · Bᵀ_m[i, n]``, rounded
-    once. A program does a run of blocks of columns, for STRIP tokens of one tile."""
+    once, for STRIP tokens of a tile at once."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     B0: tl.constexpr = (N0 + BN - 1) // BN
     B1: tl.constexpr = (N1 + BN - 1) // BN
     BLOCKS: tl.constexpr = B0 + B1 + (N2 + BN - 1) // BN
-    tile = tl.program_id(1) // (BM // STRIP)
-    if tile >= tl.load(work):
-        return
-    its_tokens = work + 2 + max_groups + tl.program_id(1) * STRIP
-    if tl.load(its_tokens) < 0:
-        return
-    slot = tl.load(work + 2 + tile)
-    block = tl.program_id(0) * RUN
-    end = tl.minimum(block + RUN, BLOCKS)
-    while block < end:
+    # Programs take runs of blocks, so that one adds a strip's partials up but once.
+    STRIPS: tl.constexpr = BM // STRIP
+    units = tl.load(work) * (STRIPS * BLOCKS)
+    run = tl.cdiv(units, tl.num_programs(0))
+    unit = tl.program_id(0) * run
+    end = tl.minimum(unit + run, units)
+    while unit < end:
+        strip = unit // BLOCKS
+        block = unit % BLOCKS
         m, column = block_of(block, B0, B1, BN, M)
-        blocks = tl.minimum(end, pick(m, B0, B0 + B1, BLOCKS, M)) - block
+        blocks = tl.minimum(end - unit, pick(m, B0, B0 + B1, BLOCKS, M) - block)
         blocks = tl.minimum(blocks, PAGE_ELEMS // BN)
+        its_tokens = work + 2 + max_groups + strip * STRIP
+        slot = tl.load(work + 2 + strip // STRIPS)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
         r = tl.load(rank + at)
-        if r > 0:
+        if (r > 0) & (tl.load(its_tokens) >= 0):
             expand_group(
                 pick(m, y0, y1, y2, M), pick(m, y_stride0, y_stride1, y_stride2, M), arena,
                 pages + slot * table_stride, num_pages,
@@ -204,4 +196,4 @@ def sgmv_expand(
                 m * tokens, SPLITS, SPLITS, STRIP, RANK, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL,
                 DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
-        block += blocks
+        unit += blocks

@@ -15,7 +15,7 @@ from adaptercache.kernels.work import LARGE_TILE
 
 __all__ = ["Bgmv", "Sgmv", "bgmv_blocks", "modules_at_once", "sgmv_blocks"]
 
-UNALIGNED = 64
+UNALIGNED = 32
 """Columns at once where a width is no multiple of 16: every element looks up its own page."""
 
 
@@ -37,13 +37,11 @@ class Bgmv:
 
 @dataclass(frozen=True, slots=True)
 class Sgmv:
-    """``splits`` of K; ``…_strip``: tokens at once; ``run``: blocks of columns that a program does
-    one after another."""
+    """``splits`` of K; ``…_strip``: tokens at once."""
 
     bk: int
     splits: int
     bn: int
-    run: int
     shrink_strip: int
     expand_strip: int
     shrink_warps: int
@@ -71,19 +69,20 @@ def _power_of_2(least: int) -> int:
 
 def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Bgmv:
     """For few tokens."""
-    bk, bn = _divisor([in_features], 512), _divisor(out_features, 512)
+    bk = _divisor([in_features], 512)
+    bn = _divisor(out_features, max(128, 8192 // rank_class))
     if min(bk, bn) < 16:
         bk = bn = UNALIGNED
     dot_bk = min(bk, 128)
     return Bgmv(
         bk=bk,
         # The fewer parts of K, the less an expand adds up; the more, the sooner they are done.
-        group_bk=max(dot_bk, _power_of_2(in_features // 16)),
+        group_bk=max(dot_bk, min(512, _power_of_2(in_features // 8))),
         dot_bk=dot_bk,
         bn=bn,
         group_bn=min(bn, max(16, min(128, 8192 // rank_class))),
         shrink_warps=max(1, min(2, bk // 256)),
-        expand_warps=rank_class // 64 if rank_class >= 256 else max(1, min(2, bn // 256)),
+        expand_warps=rank_class // 64 if rank_class >= 256 else 2 if bn * rank_class >= 1024 else 1,
         shrink_stages=3,
         expand_stages=1,
     )
@@ -93,17 +92,17 @@ def sgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) 
     """For many tokens."""
     bk = _divisor([in_features], 128 if rank_class <= 16 else 64)
     bn = _divisor(out_features, max(16, min(128, 8192 // rank_class)))
+    wide = rank_class <= 128
     if min(bk, bn) < 16:
-        bk = bn = max(16, min(UNALIGNED, 4096 // rank_class))
+        bk, bn, wide = UNALIGNED, max(16, min(UNALIGNED, 4096 // rank_class)), False
     return Sgmv(
         bk=bk,
         splits=max(1, min(16, in_features // 512)),
         bn=bn,
-        run=4 if rank_class <= 16 else 8,
-        shrink_strip=LARGE_TILE if rank_class <= 128 else 32,
-        expand_strip=32 if rank_class <= 128 else 16,
+        shrink_strip=LARGE_TILE if wide else 32 if rank_class > 128 else 16,
+        expand_strip=32 if wide else 16,
         shrink_warps=4 if rank_class <= 16 else 8,
         expand_warps=4 if 16 < rank_class <= 256 else 8,
-        shrink_stages=3 if rank_class <= 128 else 2,
-        expand_stages=3 if rank_class <= 128 else 2,
+        shrink_stages=3 if wide else 2,
+        expand_stages=3 if wide else 2,
     )

@@ -28,11 +28,8 @@ class Pair:
     scratch: int
     """float32 elements a row."""
     shrink_programs: int
-    """BGMV: that a row can keep busy; SGMV: that a tile is divided among. Likewise the other."""
+    """BGMV: that a row can keep busy; SGMV: that a tile can, as also the other."""
     expand_programs: int
-    shrink_strips: int = 1
-    """SGMV: that a tile is cut into. Likewise the other."""
-    expand_strips: int = 1
 
 
 def pair_for(
@@ -89,7 +86,7 @@ def _bgmv_pair(
     shrink = {
         **{"K": k, "M": len(widths), "RANK": rank_class, "BK": blocks.bk, **paged},
         **{"GROUP_BK": blocks.group_bk, "DOT_BK": blocks.dot_bk, "STAGES": blocks.shrink_stages},
-        **{"ROOM": room, "VECTOR": _vector(blocks.bk, blocks.shrink_warps)},
+        **{"ROOM": room, "VECTOR": _vector(16, blocks.bk, blocks.shrink_warps)},
     }
     expand = {
         **{"K": k, **_widths(widths), "M": len(widths), "RANK": rank_class, **paged},
@@ -100,7 +97,10 @@ def _bgmv_pair(
             "BN": blocks.bn,
             "GROUP_BN": blocks.group_bn,
         },
-        **{"VECTOR": _vector(blocks.bn, blocks.expand_warps), "STAGES": blocks.expand_stages},
+        **{
+            "VECTOR": _vector(rank_class, blocks.bn, blocks.expand_warps),
+            "STAGES": blocks.expand_stages,
+        },
     }
     return Pair(
         Binary(bgmv.bgmv_shrink, shrink, blocks.shrink_warps, is_persistent=True),
@@ -133,17 +133,15 @@ def _sgmv_pair(
     }
     expand = {
         **{**both, **_widths(widths), "BN": blocks.bn, "STRIP": blocks.expand_strip},
-        **{"RUN": blocks.run, "STAGES": blocks.expand_stages},
+        "STAGES": blocks.expand_stages,
     }
     columns = sum(-(-width // blocks.bn) for width in widths)
     return Pair(
         Binary(sgmv.sgmv_shrink, shrink, blocks.shrink_warps),
-        Binary(sgmv.sgmv_expand, expand, blocks.expand_warps),
+        Binary(sgmv.sgmv_expand, expand, blocks.expand_warps, is_persistent=True),
         scratch=len(widths) * blocks.splits * rank_class,
-        shrink_programs=blocks.splits,
-        expand_programs=-(-columns // blocks.run),
-        shrink_strips=LARGE_TILE // blocks.shrink_strip,
-        expand_strips=LARGE_TILE // blocks.expand_strip,
+        shrink_programs=blocks.splits * (LARGE_TILE // blocks.shrink_strip),
+        expand_programs=columns * (LARGE_TILE // blocks.expand_strip),
     )
 
 
@@ -152,13 +150,13 @@ def _paged(
 ) -> dict[str, Any]:
     return {
         **{"PAGE_ELEMS": page_elems, "ROWS": rows, "ALIGNED": aligned, "PDL": has_pdl(device)},
-        "DOT_IN_FLOAT32": INTERPRETED or dtype != torch.bfloat16,
+        "DOT_IN_FLOAT32": INTERPRETED,  # it has no other dot that is right
     }
 
 
-def _vector(columns: int, warps: int) -> int:
-    """Columns a thread, so that it has all rows of them, and adds them up by itself."""
-    return max(1, min(8, columns // (32 * warps)))
+def _vector(rank_class: int, columns: int, warps: int) -> int:
+    """Columns a thread. Of 16 rows it has all of its columns, and adds them up by itself."""
+    return max(1, min(8, columns // (32 * warps))) if rank_class == 16 else 8
 
 
 def _widths(widths: tuple[int, ...]) -> dict[str, int]:

@@ -8,8 +8,8 @@
 - of each single its slot;
 - of each single its token.
 
-A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token alone with its slot;
-where the kernels have no path of their own for it, it is a group of one.
+A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token with its slot: SGMV
+has no path of its own for it, and no singles.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ __all__ = ["LARGE_TILE", "SMALL", "SMALL_TILE", "WorkShape", "rows_by_slot"]
 
 SMALL = 512
 """Rows: up to here the kernels for few tokens are the faster ones."""
+FEW = 3
+"""Tokens of a slot: fewer are singles, that the L2 serves with what they share."""
+
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens a group; the kernels' own
 
 
@@ -91,21 +94,22 @@ class WorkShape:
 
     def lay_out(self, segments: Sequence[tuple[int, int]]) -> array[int]:
         """The numbers. O(tokens)."""
-        tile = self.tile
+        tile, few = self.tile, FEW if self.is_small else 1
         rows_of = rows_by_slot(segments)
         singles, alone = array("i"), array("i")
         groups, tokens = array("i"), array("i")
         for slot, rows in rows_of.items():
             left = len(rows)
-            if left % tile == 1 and self.is_small:
-                left -= 1
-                singles.append(slot)
-                alone.append(rows[left])
+            if left % tile < few:
+                left -= left % tile
+                for row in rows[left:] if left else rows:
+                    singles.append(slot)
+                    alone.append(row)
                 if not left:
                     continue
             for first in range(0, left, tile):
                 groups.append(slot)
-                tokens.extend(rows[first : min(first + tile, left)])
+                tokens.extend(rows[first : first + tile])
                 tokens.extend(_NONE[left - first : tile])
         numbers = array("i", (len(groups), len(singles)))
         parts = [(groups, self.max_groups), (tokens, self.max_groups * tile)]

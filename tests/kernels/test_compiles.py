@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from adaptercache.kernels.segments import RANK_CLASSES
+
 pytest.importorskip("triton")
 
 SPILL = 16
@@ -25,11 +27,14 @@ import torch
 from adaptercache.kernels import variants
 from adaptercache.kernels.tuning import modules_at_once
 
-POINTERS = dict(
-    x="*bf16", arena="*bf16", pages="*i32", start="*i32", rank="*i32", scaling="*fp32",
-    work="*i32", partials="*fp32", y0="*bf16", y1="*bf16", y2="*bf16",
+arch, rank_class, k, widths, dtype = json.loads(sys.argv[1])
+SHORT = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
+POINTERS = dict.fromkeys(("x", "arena", "y0", "y1", "y2"), SHORT) | dict(
+    pages="*i32", start="*i32", rank="*i32", scaling="*fp32", work="*i32", partials="*fp32",
 )
-STRIDES = ("x_stride", "y_stride0", "y_stride1", "y_stride2")
+ALIGNED = {*("x", "arena", "y0", "y1", "y2", "partials"), *(
+    ("x_stride", "y_stride0", "y_stride1", "y_stride2") if k % 16 == 0 else ()
+)}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -43,7 +48,7 @@ def stack_bytes(found, arch):
             constants[place,] = values[name]
             continue
         signature[name] = POINTERS.get(name, "i32")
-        if name in POINTERS or name in STRIDES:
+        if name in ALIGNED:
             attributes[place,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(
@@ -57,10 +62,9 @@ def stack_bytes(found, arch):
     return int(re.search(r"STACK:(\\d+)", text)[1])
 
 
-arch, rank_class = map(int, sys.argv[1:])
 variants.has_pdl = lambda device: arch >= 90
-shape = (torch.device("cuda"), torch.bfloat16, 32768, 32)
-shape += (4096, (4096, 1024, 1024)[: modules_at_once(rank_class)], rank_class)
+shape = (torch.device("cuda"), getattr(torch, dtype), 32768, 32)
+shape += (k, tuple(widths[: modules_at_once(rank_class)]), rank_class)
 few, many = variants._bgmv_pair(*shape), variants._sgmv_pair(*shape)
 print(json.dumps({
     "bgmv_shrink": stack_bytes(few.shrink, arch),
@@ -71,12 +75,20 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("rank_class", [16, 64, 128, 256, 512])
-def test_every_kernel_compiles_and_spills_nothing_to_speak_of(arch: int, rank_class: int) -> None:
+LLAMA = (4096, [4096, 1024, 1024], "bfloat16")
+CASES = [(arch, rank_class, *LLAMA) for arch in (80, 90) for rank_class in RANK_CLASSES]
+CASES += [
+    (90, rank_class, *shape)
+    for rank_class in (16, 64)
+    for shape in ((32, [32, 16, 16], "float32"), (97, [33], "bfloat16"), (768, [3072], "float16"))
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_kernel_compiles_and_spills_nothing_to_speak_of(case: tuple[object, ...]) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(arch), str(rank_class)],
+        [sys.executable, "-c", PROGRAM, json.dumps(case)],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,0 +1,36 @@
+"""What every kernel here is made with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+__all__ = ["kernel", "pick"]
+
+# Numbers that only shift addresses, and tables that are read one number at a time: what they are
+# makes no other binary. Of x and y it matters, since they are read sixteen bytes at a time.
+_NUMBERS = ("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens")
+_TABLES = ("pages", "start", "rank", "scaling", "work")
+
+
+def kernel(function: Any) -> Any:
+    """``triton.jit``, with as few binaries as can be."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(
+        function,
+        do_not_specialize=[name for name in names if name in _NUMBERS],
+        do_not_specialize_on_alignment=[name for name in names if name in _TABLES],
+    )
+
+
+@triton.jit
+def pick(m, v0, v1, v2, M: tl.constexpr):
+    """``(v0, v1, v2)[m]`` of the M that there are."""
+    v = v0
+    if M > 1:
+        v = tl.where(m == 1, v1, v)
+    if M > 2:
+        v = tl.where(m == 2, v2, v)
+    return v
