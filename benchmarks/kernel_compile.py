@@ -46,6 +46,9 @@ class _Stack:
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
 
+    def scratch(self, numel: int, counters: int) -> None:
+        """None is needed."""
+
 
 def _compile(shape_name: str, rank_class: int, is_decode: bool, blocks: Blocks) -> str:
     """What went wrong, or nothing."""

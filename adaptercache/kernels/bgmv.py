@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from adaptercache.kernels.dots import dot_into
-from adaptercache.kernels.groups import block_of, expand_group
+from adaptercache.kernels.groups import block_of, expand_group, is_last, sum_parts
 from adaptercache.kernels.jit import kernel, pick
-from adaptercache.kernels.paging import load_part, load_tile, part_pages, prefetch_part
+from adaptercache.kernels.paging import load_part, load_tile, part_pages
 
 __all__ = ["bgmv_expand", "bgmv_shrink"]
 
@@ -36,6 +36,7 @@ def bgmv_shrink(
     site2,
     work,
     partials,  # float32 [M, tokens, ROOM, RANK]
+    counters,  # int32 [groups, M * RANK / 16], 0
     tokens,
     K: tl.constexpr,
     M: tl.constexpr,
@@ -53,7 +54,7 @@ def bgmv_shrink(
     DOT_IN_FLOAT32: tl.constexpr,
 ):
     """Semantics: ``partials[m, t, s, i] = Σ_k x[t, k] · A_m[i, k]`` with A of token t's slot, over
-    the s-th BK columns; for a token of a group, the s-th GROUP_BK. A program does 16 rows i."""
+    the s-th BK columns; for a token of a group, over all, at s = 0. A program does 16 rows i."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     SPLITS: tl.constexpr = (K + BK - 1) // BK
@@ -74,7 +75,8 @@ def bgmv_shrink(
             if chunk % (RANK // 16) * 16 < r:
                 _shrink_group(
                     x, x_stride, arena, pages + slot * table_stride, num_pages,
-                    tl.load(start + at) * 512, rows, r, split, m, group, work, partials, tokens,
+                    tl.load(start + at) * 512, rows, r, split, m, group, work, partials,
+                    counters + group * CHUNKS + chunk, tokens,
                     K, ROOM, RANK, GROUP_BK, DOT_BK, STAGES, PAGE_ELEMS, ROWS, ALIGNED,
                     PDL, DOT_IN_FLOAT32,
                 )  # fmt: skip
@@ -120,6 +122,7 @@ def _shrink_group(
     group,
     work,
     partials,
+    counter,
     tokens,
     K: tl.constexpr,
     ROOM: tl.constexpr,
@@ -140,11 +143,6 @@ def _shrink_group(
         slot_pages, begin, rows, rows < r, split * GROUP_BK, K, GROUP_BK, PAGE_ELEMS, ROWS
     )
     if PDL:
-        if ALIGNED and GROUP_BK <= PAGE_ELEMS:
-            prefetch_part(
-                arena, num_pages, rows < r, first, page, next_page, K - split * GROUP_BK, GROUP_BK,
-                PAGE_ELEMS, ROWS,
-            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     # [16, 16]
     h = tl.zeros([16, 16], tl.float32)
@@ -162,8 +160,14 @@ def _shrink_group(
             other=0.0,
         )
         h = dot_into(h, xs, tl.trans(a), DOT_IN_FLOAT32)
-    to = ((m * tokens + token) * ROOM + split).to(tl.int64) * RANK
-    tl.store(partials + to[:, None] + rows[None, :], h, mask=live[:, None])
+    PARTS: tl.constexpr = (K + GROUP_BK - 1) // GROUP_BK
+    to = partials + ((m * tokens + token) * ROOM).to(tl.int64)[:, None] * RANK + rows[None, :]
+    if PARTS == 1:
+        tl.store(to, h, mask=live[:, None])
+    else:
+        tl.store(to + split * RANK, h, mask=live[:, None])
+        if is_last(counter, PARTS):
+            sum_parts(to, live[:, None] & (rows >= 0)[None, :], RANK, PARTS, min(PARTS, 16), 16, 16)
 
 
 @kernel
@@ -193,7 +197,6 @@ def bgmv_expand(
     N2: tl.constexpr,
     M: tl.constexpr,
     SPLITS: tl.constexpr,
-    GROUP_SPLITS: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
     ROOM: tl.constexpr,
     RANK: tl.constexpr,
@@ -208,7 +211,7 @@ def bgmv_expand(
     STAGES: tl.constexpr,
 ):
     """Semantics: ``y_m[t, n] += scaling · Σ_i (Σ_s partials[m, t, s, i]) · Bᵀ_m[i, n]``, rounded
-    once, with B and scaling of token t's slot."""
+    once, with B and scaling of token t's slot; for a token of a group, with s = 0 alone."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     G0: tl.constexpr = (N0 + GROUP_BN - 1) // GROUP_BN
@@ -238,8 +241,9 @@ def bgmv_expand(
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
                 tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M),
-                work + 2 + tokens // 2 + group * 16, partials, m * tokens, ROOM, GROUP_SPLITS, 16,
-                RANK, GROUP_BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
+                work + 2 + tokens // 2 + group * 16,
+                partials + (m * tokens).to(tl.int64) * (ROOM * RANK), ROOM * RANK, 16, RANK,
+                GROUP_BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         unit += blocks
     # The singles' blocks begin with the programs that the groups' left idle.

@@ -1,4 +1,4 @@
-"""What BGMV and SGMV share: the expand of tokens that share an adapter, on the tensor cores."""
+"""What BGMV and SGMV share: tokens that share an adapter, on the tensor cores."""
 
 from __future__ import annotations
 
@@ -7,9 +7,42 @@ import triton.language as tl
 
 from adaptercache.kernels.dots import dot_rounded
 from adaptercache.kernels.jit import pick
-from adaptercache.kernels.paging import load_part, part_pages, prefetch_part
+from adaptercache.kernels.paging import load_part, part_pages
 
-__all__ = ["block_of", "expand_group"]
+__all__ = ["block_of", "expand_group", "is_last", "sum_parts"]
+
+
+@triton.jit
+def is_last(counter, PARTS: tl.constexpr):
+    """Whether this program is the last of PARTS to come here, after all that they stored.
+
+    The last one finds all of it in the L2, and must not look for it in its own L1. The counter is
+    0 before and after, so that a graph may be replayed.
+    """
+    tl.debug_barrier()  # all threads' stores are before the one thread's count
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def sum_parts(
+    at,  # [R, C], pointers to the first part, where the sum goes
+    mask,  # [R, C]
+    step,  # from a part to the next
+    PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # as many as fit the registers
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Add parts up, always in the same order, so that equal inputs give equal bits."""
+    sums = tl.zeros([R, C], tl.float32)
+    for first in range(0, PARTS, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = mask & (first + i < PARTS)
+            sums += tl.load(at + (first + i) * step, mask=there, other=0.0, cache_modifier=".cg")
+    tl.store(at, sums, mask=mask)
 
 
 @triton.jit
@@ -37,10 +70,8 @@ def expand_group(
     blocks,  # how many, of BN columns each; at most a page's length
     width,
     its_tokens,  # int32 [TILE], −1 after the last
-    partials,  # float32 [rows, SPLITS, RANK]
-    first_row,  # of the module in partials
-    SPLITS: tl.constexpr,  # that there is room for
-    SUMMED: tl.constexpr,  # that were written
+    sums,  # float32, RANK of them a row of the module's
+    row_step,  # from a row's to the next
     TILE: tl.constexpr,
     RANK: tl.constexpr,
     BN: tl.constexpr,
@@ -51,8 +82,8 @@ def expand_group(
     DOT_IN_FLOAT32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Semantics: ``y[t, n] += scale · Σ_i (Σ_s partials[first_row + t, s, i]) · Bᵀ[i, n]``, rounded
-    once, for the tokens t of a group, over a run of blocks of columns n."""
+    """Semantics: ``y[t, n] += scale · Σ_i sums[t, i] · Bᵀ[i, n]``, rounded once, for the tokens t
+    of a group, over a run of blocks of columns n."""
     # [TILE], [RANK]
     token = tl.load(its_tokens + tl.arange(0, TILE))
     live = token >= 0
@@ -61,24 +92,10 @@ def expand_group(
         slot_pages, begin, i, i < r, column, width, PAGE_ELEMS, PAGE_ELEMS, ROWS
     )
     if PDL:
-        if ALIGNED and 4 * BN <= PAGE_ELEMS:
-            prefetch_part(
-                arena, num_pages, i < r, first, page, next_page, blocks * BN, 4 * BN,
-                PAGE_ELEMS, ROWS,
-            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
-    # [AT_ONCE, TILE, RANK]: so the sum is what needs a layout of its own, and not each load
-    AT_ONCE: tl.constexpr = max(1, 2048 // (TILE * RANK))
-    s = tl.arange(0, AT_ONCE)[:, None, None]
-    h_at = ((first_row + token) * SPLITS).to(tl.int64)[None, :, None] * RANK + i[None, None, :]
-    h_mask = live[None, :, None] & (i < r)[None, None, :]
     # [TILE, RANK]
-    h = tl.zeros([TILE, RANK], tl.float32)
-    for first_split in tl.static_range(0, SUMMED, AT_ONCE):
-        split = first_split + s
-        some = tl.load(partials + h_at + split * RANK, mask=h_mask & (split < SUMMED), other=0.0)
-        h += tl.sum(some, 0)
-    h *= scale
+    h_at = sums + (token * row_step).to(tl.int64)[:, None] + i[None, :]
+    h = tl.load(h_at, mask=live[:, None] & (i < r)[None, :], other=0.0) * scale
     for block in tl.range(0, blocks, num_stages=STAGES):
         # [RANK, BN]
         b = load_part(

@@ -12,7 +12,7 @@ __all__ = ["kernel", "pick"]
 # Numbers that only shift addresses, and tables that are read one number at a time: what they are
 # makes no other binary. Of x and y it matters, since they are read sixteen bytes at a time.
 _NUMBERS = ("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens")
-_TABLES = ("pages", "start", "rank", "scaling", "work")
+_TABLES = ("pages", "start", "rank", "scaling", "work", "counters")
 
 
 def kernel(function: Any) -> Any:

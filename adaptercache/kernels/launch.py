@@ -39,14 +39,13 @@ def _launch_pair(
 ) -> None:
     stack, rows, device = batch.stack, batch.num_rows, batch.stack.device
     pair = pair_for(stack, x.shape[1], [y.shape[1] for y in outputs], batch.rank_class, rows)
-    partials = stack.scratch(rows * pair.scratch)
-    shape: tuple[Any, ...]
-    if batch.shape.is_small:
-        units, shape = rows, (work, partials, rows)
-    else:
+    partials, counters = stack.scratch(rows * pair.scratch, rows * pair.counters)
+    units = rows
+    shape: tuple[Any, ...] = (work,)
+    if not batch.shape.is_small:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         units = batch.shape.max_groups if capturing else max(1, batch.num_groups)
-        shape = (work, batch.shape.max_groups, partials, rows)
+        shape = (work, batch.shape.max_groups)
     tables = (stack.arena, stack.pages, stack.start, stack.rank)
     paging = (stack.table.stride(0), stack.shape.num_pages, *_three(sites))
     strides = [y.stride(0) for y in outputs]
@@ -55,12 +54,14 @@ def _launch_pair(
         aligned = aligned and not (y.data_ptr() % 16 or stride % 16)
     pdl = has_pdl(device)
     pair.shrink.launch(
-        (units * pair.shrink_programs, 1, 1), (x, x.stride(0), *tables, *paging, *shape), device,
+        (units * pair.shrink_programs, 1, 1),
+        (x, x.stride(0), *tables, *paging, *shape, partials, counters, rows), device,
         aligned=aligned, pdl=pdl and batch.has_launched,
     )  # fmt: skip
     pair.expand.launch(
         (units * pair.expand_programs, 1, 1),
-        (*_three(outputs), *_three(strides), *tables, stack.scaling, *paging, *shape), device,
+        (*_three(outputs), *_three(strides), *tables, stack.scaling, *paging, *shape, partials,
+         rows), device,
         aligned=aligned, pdl=pdl,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_part", "load_tile", "part_pages", "prefetch_part"]
+__all__ = ["load_part", "load_tile", "part_pages"]
 
 
 @triton.jit
@@ -113,40 +113,3 @@ def load_part(
     at = tl.multiple_of(at + (element % PAGE_ELEMS).to(tl.int64), 16)
     mask = (row_mask & (column + step < width))[:, None]
     return tl.load(arena + at[:, None] + tl.arange(0, COLUMNS)[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def prefetch_part(
-    arena,
-    num_pages,
-    row_mask,
-    first,  # as from part_pages; page and next_page likewise
-    page,
-    next_page,
-    columns,  # of the part
-    PART: tl.constexpr,
-    PAGE_ELEMS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Ask the L2 for the first ``columns`` of rows' parts, PART at most. Needs an NVIDIA GPU.
-
-    So a kernel that was launched early spends its wait for the one ahead.
-    """
-    # [R, PART / STEP], a line of 128 bytes each where elements are of two
-    STEP: tl.constexpr = min(64, PART)
-    k = tl.arange(0, PART // STEP) * STEP
-    element = first[:, None] + k[None, :]
-    cell = element // PAGE_ELEMS
-    is_first = cell == (first // PAGE_ELEMS)[:, None]
-    its_page = tl.where(is_first, page[:, None], next_page[:, None])
-    at = ((cell % ROWS).to(tl.int32) * num_pages + its_page).to(tl.int64) * PAGE_ELEMS
-    at += (element % PAGE_ELEMS).to(tl.int64)
-    at = tl.where(row_mask[:, None] & (k < columns)[None, :], at, 0)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(arena + at).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

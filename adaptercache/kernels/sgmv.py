@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from adaptercache.kernels.dots import dot_into
-from adaptercache.kernels.groups import block_of, expand_group
+from adaptercache.kernels.groups import block_of, expand_group, is_last, sum_parts
 from adaptercache.kernels.jit import kernel, pick
 from adaptercache.kernels.paging import load_part, part_pages
 
@@ -34,6 +34,7 @@ def sgmv_shrink(
     work,
     max_groups,
     partials,  # float32 [M, tokens, SPLITS, RANK]
+    counters,  # int32 [strips], 0
     tokens,
     K: tl.constexpr,
     M: tl.constexpr,
@@ -42,6 +43,7 @@ def sgmv_shrink(
     BM: tl.constexpr,
     STRIP: tl.constexpr,
     BK: tl.constexpr,
+    SUM_AT_ONCE: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -49,8 +51,8 @@ def sgmv_shrink(
     DOT_IN_FLOAT32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Semantics: ``partials[m, t, s, i] = Σ_k x[t, k] · A_m[i, k]`` over the s-th part of K, with A
-    of token t's slot."""
+    """Semantics: ``partials[m, t, 0, i] = Σ_k x[t, k] · A_m[i, k]`` with A of token t's slot. A
+    program does STRIP tokens of a tile and a part of K; the last one there adds the parts up."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     strip = tl.program_id(0) // SPLITS
@@ -116,13 +118,18 @@ def sgmv_shrink(
                 step, PART, BK, PAGE_ELEMS, ROWS, ALIGNED,
             )  # fmt: skip
             h2 = dot_into(h2, xs, tl.trans(a), DOT_IN_FLOAT32)
-    to = partials + (token * SPLITS + split)[:, None] * RANK + i[None, :]
+    # [STRIP, RANK]
+    to = partials + (token * SPLITS)[:, None] * RANK + i[None, :]
+    mask = live[:, None] & (i >= 0)[None, :]
     next_module = tokens.to(tl.int64) * SPLITS * RANK
-    tl.store(to, h0, mask=live[:, None])
+    tl.store(to + split * RANK, h0, mask=mask)
     if M > 1:
-        tl.store(to + next_module, h1, mask=live[:, None])
+        tl.store(to + next_module + split * RANK, h1, mask=mask)
     if M > 2:
-        tl.store(to + 2 * next_module, h2, mask=live[:, None])
+        tl.store(to + 2 * next_module + split * RANK, h2, mask=mask)
+    if SPLITS > 1 and is_last(counters + strip, SPLITS):
+        for m in tl.static_range(M):
+            sum_parts(to + m * next_module, mask, RANK, SPLITS, SUM_AT_ONCE, STRIP, RANK)
 
 
 @kernel
@@ -164,8 +171,8 @@ def sgmv_expand(
     DOT_IN_FLOAT32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Semantics: ``y_m[t, n] += scaling · Σ_i (Σ_s partials[m, t, s, i]) · Bᵀ_m[i, n]``, rounded
-    once, for STRIP tokens of a tile at once."""
+    """Semantics: ``y_m[t, n] += scaling · Σ_i partials[m, t, 0, i] · Bᵀ_m[i, n]``, rounded once, for
+    STRIP tokens of a tile at once."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     B0: tl.constexpr = (N0 + BN - 1) // BN
@@ -192,8 +199,8 @@ def sgmv_expand(
                 pick(m, y0, y1, y2, M), pick(m, y_stride0, y_stride1, y_stride2, M), arena,
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
-                tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M), its_tokens, partials,
-                m * tokens, SPLITS, SPLITS, STRIP, RANK, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL,
-                DOT_IN_FLOAT32, STAGES,
+                tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M), its_tokens,
+                partials + (m * tokens).to(tl.int64) * (SPLITS * RANK), SPLITS * RANK, STRIP, RANK,
+                BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         unit += blocks

@@ -63,6 +63,7 @@ class LoraStack:
         self._index = {(s.layer, s.module): i for i, s in enumerate(layout.sites)}
         self._work: dict[int, WorkBuffer] = {}
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self._counters = torch.empty(0, dtype=torch.int32, device=device)
 
     @classmethod
     def from_dense(
@@ -140,20 +141,25 @@ class LoraStack:
             buffer = self._work[shape.num_rows] = WorkBuffer(shape.numel, self.device)
         return buffer
 
-    def scratch(self, numel: int) -> Tensor:
-        """Space for partial sums, shared by all launches on the one compute stream.
+    def scratch(self, numel: int, counters: int) -> tuple[Tensor, Tensor]:
+        """What all launches on the one compute stream share: ``float32 [numel]`` for partial sums,
+        and ``int32 [counters]`` that are 0 between launches. They grow at their first use.
 
         Raises:
-            RuntimeError: it would have to grow while a CUDA graph is captured: run the largest
-                batch once before.
+            RuntimeError: they would have to grow while a CUDA graph is captured.
         """
-        if self._scratch.numel() < numel:
+        if self._scratch.numel() < numel or self._counters.numel() < counters:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "LoRA scratch is too small: run this batch once, then capture it"
+                    "LoRA scratch is too small: call warmup, or run this batch once, then capture"
                 )
+            numel, counters = (
+                max(numel, self._scratch.numel()),
+                max(counters, self._counters.numel()),
+            )
             self._scratch = torch.empty(numel, dtype=torch.float32, device=self.device)
-        return self._scratch
+            self._counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
+        return self._scratch, self._counters
 
     def row(self, spec: VectorSpec, pages: Sequence[int]) -> Tensor:
         """The row of ``table`` for an adapter in these pages: ``int32 [row]`` in CPU memory."""

@@ -37,13 +37,15 @@ class Bgmv:
 
 @dataclass(frozen=True, slots=True)
 class Sgmv:
-    """``splits`` of K; ``…_strip``: tokens at once."""
+    """``splits`` of K; ``…_strip``: tokens at once; ``sum_at_once``: parts of K that one program
+    adds up at once in the end, as registers allow."""
 
     bk: int
     splits: int
     bn: int
     shrink_strip: int
     expand_strip: int
+    sum_at_once: int
     shrink_warps: int
     expand_warps: int
     shrink_stages: int
@@ -101,6 +103,7 @@ def sgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) 
         bn=bn,
         shrink_strip=LARGE_TILE if wide else 32 if rank_class > 128 else 16,
         expand_strip=32 if wide else 16,
+        sum_at_once=max(1, 128 // rank_class),
         shrink_warps=4 if rank_class <= 16 else 8,
         expand_warps=4 if 16 < rank_class <= 256 else 8,
         shrink_stages=3 if wide else 2,

@@ -27,6 +27,8 @@ class Pair:
     expand: Binary
     scratch: int
     """float32 elements a row."""
+    counters: int
+    """A row, or a tile."""
     shrink_programs: int
     """BGMV: that a row can keep busy; SGMV: that a tile can, as also the other."""
     expand_programs: int
@@ -44,28 +46,24 @@ def pair_for(
 
 def compile_group(
     stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
-) -> int:
+) -> None:
     """Compile what batches of ``num_rows`` rows need for modules of these widths.
 
     What is compiled lies in Triton's cache on disk, for other processes too.
-
-    Returns:
-        The scratch that they need: float32 elements.
     """
     weights, ints, pdl = stack.dtype, torch.int32, has_pdl(stack.device)
     tables, paging = (weights, ints, ints, ints), (2, 2, 2, 2, 2)
-    work = (ints, torch.float32, 2) if num_rows <= SMALL else (ints, 2, torch.float32, 2)
+    groups = () if num_rows <= SMALL else (2,)
+    sums = torch.float32
     at_once = modules_at_once(rank_class)
-    scratch = 0
     for i in range(0, len(widths), at_once):
         pair = pair_for(stack, k, widths[i : i + at_once], rank_class, num_rows)
         for follows in {False, pdl}:
-            args = (weights, 16, *tables, *paging, *work)
+            args = (weights, 16, *tables, *paging, ints, *groups, sums, ints, 2)
             pair.shrink.compile(args, stack.device, pdl=follows)
-        args = (*[weights] * 3, *[16] * 3, *tables, torch.float32, *paging, *work)
+        args = (*[weights] * 3, *[16] * 3, *tables, sums, *paging, ints, *groups, sums, 2)
         pair.expand.compile(args, stack.device, pdl=pdl)
-        scratch = max(scratch, num_rows * pair.scratch)
-    return scratch
+        stack.scratch(num_rows * pair.scratch, num_rows * pair.counters)
 
 
 @lru_cache(maxsize=4096)
@@ -106,6 +104,7 @@ def _bgmv_pair(
         Binary(bgmv.bgmv_shrink, shrink, blocks.shrink_warps, is_persistent=True),
         Binary(bgmv.bgmv_expand, expand, blocks.expand_warps, is_persistent=True),
         scratch=len(widths) * room * rank_class,
+        counters=len(widths) * rank_class // 16,
         shrink_programs=len(widths) * room * rank_class // 16,
         expand_programs=sum(-(-width // blocks.bn) for width in widths),
     )
@@ -129,7 +128,7 @@ def _sgmv_pair(
     }
     shrink = {
         **{**both, "STRIP": blocks.shrink_strip, "BK": blocks.bk},
-        "STAGES": blocks.shrink_stages,
+        **{"STAGES": blocks.shrink_stages, "SUM_AT_ONCE": blocks.sum_at_once},
     }
     expand = {
         **{**both, **_widths(widths), "BN": blocks.bn, "STRIP": blocks.expand_strip},
@@ -140,6 +139,7 @@ def _sgmv_pair(
         Binary(sgmv.sgmv_shrink, shrink, blocks.shrink_warps),
         Binary(sgmv.sgmv_expand, expand, blocks.expand_warps, is_persistent=True),
         scratch=len(widths) * blocks.splits * rank_class,
+        counters=LARGE_TILE // blocks.shrink_strip,
         shrink_programs=blocks.splits * (LARGE_TILE // blocks.shrink_strip),
         expand_programs=columns * (LARGE_TILE // blocks.expand_strip),
     )

@@ -37,12 +37,10 @@ def warmup(
     from adaptercache.kernels.variants import compile_group  # triton: only where it is used
 
     largest = rank_class_of(stack.layout.max_rank)
-    scratch = 0
     for k, outs in sorted(widths):
         for rank_class in [each for each in RANK_CLASSES if each <= largest]:
             for rows in {min(SMALL, num_rows), num_rows}:
-                scratch = max(scratch, compile_group(stack, k, outs, rank_class, rows))
-    stack.scratch(scratch)
+                compile_group(stack, k, outs, rank_class, rows)
 
 
 def _default(stack: LoraStack) -> list[tuple[str, ...]]:

@@ -30,7 +30,8 @@ from adaptercache.kernels.tuning import modules_at_once
 arch, rank_class, k, widths, dtype = json.loads(sys.argv[1])
 SHORT = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
 POINTERS = dict.fromkeys(("x", "arena", "y0", "y1", "y2"), SHORT) | dict(
-    pages="*i32", start="*i32", rank="*i32", scaling="*fp32", work="*i32", partials="*fp32",
+    pages="*i32", start="*i32", rank="*i32", scaling="*fp32", work="*i32", counters="*i32",
+    partials="*fp32",
 )
 ALIGNED = {*("x", "arena", "y0", "y1", "y2", "partials"), *(
     ("x_stride", "y_stride0", "y_stride1", "y_stride2") if k % 16 == 0 else ()
