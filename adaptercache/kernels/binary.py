@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["INTERPRETED", "Binary", "has_pdl"]
 
@@ -28,14 +28,16 @@ def has_pdl(device: torch.device) -> bool:
 
 @dataclass(slots=True)
 class Binary:
-    """One kernel and its constants.
+    """One kernel, its constants, and the types of its arguments.
 
-    ``is_persistent``: its programs stride over the work, so no more of them are launched than the
-    GPU holds at once: a program that had to wait for another's end would do its share alone.
+    ``types``: a dtype for a pointer, a number for a number. ``is_persistent``: its programs stride
+    over the work, so no more of them are launched than the GPU holds at once: a program that had to
+    wait for another's end would do its share alone.
     """
 
     function: Any
     constants: dict[str, Any]
+    types: tuple[Any, ...]
     num_warps: int
     is_persistent: bool = False
     _compiled: dict[tuple[torch.device, bool], tuple[Any, int]] = field(default_factory=dict)
@@ -47,8 +49,8 @@ class Binary:
 
     def launch(
         self,
-        grid: tuple[int, int, int],
-        args: tuple[Any, ...],
+        programs: int,
+        args: tuple[Tensor | int, ...],
         device: torch.device,
         *,
         aligned: bool,
@@ -56,35 +58,34 @@ class Binary:
     ) -> None:
         """Queue it. ``aligned``: all pointers and strides that Triton looks at are multiples of 16.
 
-        Triton's own launch looks up the binary by the types and values of all arguments, which
-        takes longer than all else here. Among aligned ones nothing is left to look at.
+        Triton's own launch looks up the binary by the types and values of all arguments, and asks
+        the driver about each pointer, which takes longer than all else here. Among aligned ones
+        nothing is left to look at.
         """
-        if INTERPRETED:
+        if aligned and not INTERPRETED:
+            compiled, resident = self._compiled.get((device, pdl)) or self.compile(device, pdl=pdl)
             if self.is_persistent:
-                grid = (min(grid[0], 16), 1, 1)
-            self.function[grid](*args, **self.constants)
+                programs = min(programs, resident)
+            numbers = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
+            compiled[programs, 1, 1](*numbers, *self._in_order)
             return
-        found = self._compiled.get((device, pdl)) if aligned else None
-        if found is None:
-            found = self.compile(args, device, pdl=pdl)
-            if aligned:
-                self._compiled[device, pdl] = found
-        compiled, resident = found
         if self.is_persistent:
-            grid = (min(grid[0], resident), 1, 1)
-        compiled[grid](*args, *self._in_order)
+            programs = min(programs, 16 if INTERPRETED else 8 * _multiprocessors(device))
+        options = {} if INTERPRETED else self._options(pdl)
+        self.function[programs,](*args, **self.constants, **options)
 
-    def compile(self, args: Sequence[Any], device: torch.device, *, pdl: bool) -> tuple[Any, int]:
-        """What Triton compiled for arguments like these, where a dtype stands for a tensor of it;
-        and how many programs of it the GPU holds at once."""
-        options = {"num_warps": self.num_warps, **({"launch_pdl": True} if pdl else {})}
-        compiled = self.function.warmup(*args, grid=(1, 1, 1), **self.constants, **options)
-        if not self.is_persistent:
-            return compiled, 0
-        compiled.run  # noqa: B018  loads it, and so finds what it takes
-        return compiled, _resident(
-            device, compiled.n_regs, compiled.metadata.shared, self.num_warps
+    def compile(self, device: torch.device, *, pdl: bool) -> tuple[Any, int]:
+        """What Triton compiled, and how many programs of it the GPU holds at once."""
+        compiled = self.function.warmup(
+            *self.types, grid=(1, 1, 1), **self.constants, **self._options(pdl)
         )
+        compiled.run  # noqa: B018  loads it, and so finds what it takes
+        resident = _resident(device, compiled.n_regs, compiled.metadata.shared, self.num_warps)
+        self._compiled[device, pdl] = found = (compiled, resident)
+        return found
+
+    def _options(self, pdl: bool) -> dict[str, Any]:
+        return {"num_warps": self.num_warps, **({"launch_pdl": True} if pdl else {})}
 
 
 def _resident(device: torch.device, thread_words: int, shared_bytes: int, num_warps: int) -> int:
@@ -102,4 +103,9 @@ def _resident(device: torch.device, thread_words: int, shared_bytes: int, num_wa
         properties.shared_memory_per_multiprocessor // (shared_bytes + 1024),
         32,
     )
-    return int(max(1, min(most)) * properties.multi_processor_count)
+    return max(1, min(most)) * _multiprocessors(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -54,12 +54,12 @@ def _launch_pair(
         aligned = aligned and not (y.data_ptr() % 16 or stride % 16)
     pdl = has_pdl(device)
     pair.shrink.launch(
-        (units * pair.shrink_programs, 1, 1),
+        units * pair.shrink_programs,
         (x, x.stride(0), *tables, *paging, *shape, partials, counters, rows), device,
         aligned=aligned, pdl=pdl and batch.has_launched,
     )  # fmt: skip
     pair.expand.launch(
-        (units * pair.expand_programs, 1, 1),
+        units * pair.expand_programs,
         (*_three(outputs), *_three(strides), *tables, stack.scaling, *paging, *shape, partials,
          rows), device,
         aligned=aligned, pdl=pdl,

@@ -101,23 +101,20 @@ def sgmv_shrink(
             mask=live[:, None] & (k < K)[None, :],
             other=0.0,
         )
-        a = load_part(
-            arena, slot_pages, num_pages, begin0, i, i < r0, begin, K, first0, page0, next0, step,
-            PART, BK, PAGE_ELEMS, ROWS, ALIGNED,
+        h0 = _add_part(
+            h0, xs, arena, slot_pages, num_pages, begin0, i, r0, begin, first0, page0, next0, step,
+            K, PART, BK, PAGE_ELEMS, ROWS, ALIGNED, DOT_IN_FLOAT32,
         )  # fmt: skip
-        h0 = dot_into(h0, xs, tl.trans(a), DOT_IN_FLOAT32)
         if M > 1:
-            a = load_part(
-                arena, slot_pages, num_pages, begin1, i, i < r1, begin, K, first1, page1, next1,
-                step, PART, BK, PAGE_ELEMS, ROWS, ALIGNED,
+            h1 = _add_part(
+                h1, xs, arena, slot_pages, num_pages, begin1, i, r1, begin, first1, page1, next1,
+                step, K, PART, BK, PAGE_ELEMS, ROWS, ALIGNED, DOT_IN_FLOAT32,
             )  # fmt: skip
-            h1 = dot_into(h1, xs, tl.trans(a), DOT_IN_FLOAT32)
         if M > 2:
-            a = load_part(
-                arena, slot_pages, num_pages, begin2, i, i < r2, begin, K, first2, page2, next2,
-                step, PART, BK, PAGE_ELEMS, ROWS, ALIGNED,
+            h2 = _add_part(
+                h2, xs, arena, slot_pages, num_pages, begin2, i, r2, begin, first2, page2, next2,
+                step, K, PART, BK, PAGE_ELEMS, ROWS, ALIGNED, DOT_IN_FLOAT32,
             )  # fmt: skip
-            h2 = dot_into(h2, xs, tl.trans(a), DOT_IN_FLOAT32)
     # [STRIP, RANK]
     to = partials + (token * SPLITS)[:, None] * RANK + i[None, :]
     mask = live[:, None] & (i >= 0)[None, :]
@@ -130,6 +127,38 @@ def sgmv_shrink(
     if SPLITS > 1 and is_last(counters + strip, SPLITS):
         for m in tl.static_range(M):
             sum_parts(to + m * next_module, mask, RANK, SPLITS, SUM_AT_ONCE, STRIP, RANK)
+
+
+@triton.jit
+def _add_part(
+    h,  # [STRIP, RANK]
+    xs,  # [STRIP, BK]
+    arena,
+    slot_pages,
+    num_pages,
+    begin,
+    i,
+    r,
+    column,
+    first,
+    page,
+    next_page,
+    step,
+    K: tl.constexpr,
+    PART: tl.constexpr,
+    BK: tl.constexpr,
+    PAGE_ELEMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DOT_IN_FLOAT32: tl.constexpr,
+):
+    """``h`` and what BK columns of one module's A add to it."""
+    # [RANK, BK]
+    a = load_part(
+        arena, slot_pages, num_pages, begin, i, i < r, column, K, first, page, next_page, step,
+        PART, BK, PAGE_ELEMS, ROWS, ALIGNED,
+    )  # fmt: skip
+    return dot_into(h, xs, tl.trans(a), DOT_IN_FLOAT32)
 
 
 @kernel
@@ -171,8 +200,8 @@ def sgmv_expand(
     DOT_IN_FLOAT32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Semantics: ``y_m[t, n] += scaling · Σ_i partials[m, t, 0, i] · Bᵀ_m[i, n]``, rounded once, for
-    STRIP tokens of a tile at once."""
+    """Semantics: ``y_m[t, n] += scaling · Σ_i partials[m, t, 0, i] · Bᵀ_m[i, n]``, rounded once.
+    Programs do STRIP tokens of a tile at once."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     B0: tl.constexpr = (N0 + BN - 1) // BN

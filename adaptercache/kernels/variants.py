@@ -51,18 +51,13 @@ def compile_group(
 
     What is compiled lies in Triton's cache on disk, for other processes too.
     """
-    weights, ints, pdl = stack.dtype, torch.int32, has_pdl(stack.device)
-    tables, paging = (weights, ints, ints, ints), (2, 2, 2, 2, 2)
-    groups = () if num_rows <= SMALL else (2,)
-    sums = torch.float32
+    pdl = has_pdl(stack.device)
     at_once = modules_at_once(rank_class)
     for i in range(0, len(widths), at_once):
         pair = pair_for(stack, k, widths[i : i + at_once], rank_class, num_rows)
         for follows in {False, pdl}:
-            args = (weights, 16, *tables, *paging, ints, *groups, sums, ints, 2)
-            pair.shrink.compile(args, stack.device, pdl=follows)
-        args = (*[weights] * 3, *[16] * 3, *tables, sums, *paging, ints, *groups, sums, 2)
-        pair.expand.compile(args, stack.device, pdl=pdl)
+            pair.shrink.compile(stack.device, pdl=follows)
+        pair.expand.compile(stack.device, pdl=pdl)
         stack.scratch(num_rows * pair.scratch, num_rows * pair.counters)
 
 
@@ -76,7 +71,7 @@ def _bgmv_pair(
     widths: tuple[int, ...],
     rank_class: int,
 ) -> Pair:
-    blocks = bgmv_blocks(k, widths, rank_class)
+    blocks, types = bgmv_blocks(k, widths, rank_class), _types(dtype, torch.int32)
     splits, group_splits = -(-k // blocks.bk), -(-k // blocks.group_bk)
     room = max(splits, group_splits)
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
@@ -101,8 +96,8 @@ def _bgmv_pair(
         },
     }
     return Pair(
-        Binary(bgmv.bgmv_shrink, shrink, blocks.shrink_warps, is_persistent=True),
-        Binary(bgmv.bgmv_expand, expand, blocks.expand_warps, is_persistent=True),
+        Binary(bgmv.bgmv_shrink, shrink, types[0], blocks.shrink_warps, is_persistent=True),
+        Binary(bgmv.bgmv_expand, expand, types[1], blocks.expand_warps, is_persistent=True),
         scratch=len(widths) * room * rank_class,
         counters=len(widths) * rank_class // 16,
         shrink_programs=len(widths) * room * rank_class // 16,
@@ -120,7 +115,7 @@ def _sgmv_pair(
     widths: tuple[int, ...],
     rank_class: int,
 ) -> Pair:
-    blocks = sgmv_blocks(k, widths, rank_class)
+    blocks, types = sgmv_blocks(k, widths, rank_class), _types(dtype, torch.int32, 2)
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
     both = {
         **{"K": k, "M": len(widths), "SPLITS": blocks.splits, "RANK": rank_class},
@@ -136,12 +131,22 @@ def _sgmv_pair(
     }
     columns = sum(-(-width // blocks.bn) for width in widths)
     return Pair(
-        Binary(sgmv.sgmv_shrink, shrink, blocks.shrink_warps),
-        Binary(sgmv.sgmv_expand, expand, blocks.expand_warps, is_persistent=True),
+        Binary(sgmv.sgmv_shrink, shrink, types[0], blocks.shrink_warps),
+        Binary(sgmv.sgmv_expand, expand, types[1], blocks.expand_warps, is_persistent=True),
         scratch=len(widths) * blocks.splits * rank_class,
         counters=LARGE_TILE // blocks.shrink_strip,
         shrink_programs=blocks.splits * (LARGE_TILE // blocks.shrink_strip),
         expand_programs=columns * (LARGE_TILE // blocks.expand_strip),
+    )
+
+
+def _types(dtype: torch.dtype, *work: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of a shrink's and an expand's arguments; strides are multiples of 16."""
+    tables, numbers = (dtype, *[torch.int32] * 3), [2] * 5
+    sums = torch.float32
+    return (
+        (dtype, 16, *tables, *numbers, *work, sums, torch.int32, 2),
+        (*[dtype] * 3, *[16] * 3, *tables, sums, *numbers, *work, sums, 2),
     )
 
 
