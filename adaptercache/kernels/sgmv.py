@@ -8,6 +8,7 @@ After Punica's SGMV (Chen et al., MLSys 2024), over S-LoRA's paged memory.
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from adaptercache.kernels.dots import dot_into
