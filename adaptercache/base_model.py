@@ -80,6 +80,13 @@ class BaseModel:
             AdapterUnsupported: the model is not built in and transformers doesn't know it.
         """
         content = config if isinstance(config, Mapping) else _read_config(Path(config))
+        if "peft_type" in content or "lora_alpha" in content:
+            raise AdapterInvalid(
+                "this is an adapter's config, not its base model's",
+                where="" if isinstance(config, Mapping) else str(config),
+                expected="a config.json",
+                remedy="give that of the model that it calls base_model_name_or_path",
+            )
         model_type = content.get("model_type")
         if not isinstance(model_type, str):
             raise _broken("model_type", model_type, "a string")
@@ -123,6 +130,8 @@ def _table_entry(path: str, entry: Mapping[str, object]) -> BaseModule:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
+    if not file.exists() and (path / "adapter_config.json").exists():
+        file = path / "adapter_config.json"  # an adapter by mistake: said where it is looked into
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

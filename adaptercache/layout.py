@@ -25,7 +25,7 @@ from adaptercache.errors import AdapterUnsupported, CapacityError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ALIGN", "ArenaShape", "KVLayout", "LoraLayout", "Site"]
+__all__ = ["ALIGN", "MAX_RANK", "ArenaShape", "KVLayout", "LoraLayout", "Site"]
 
 ALIGN = 512
 """Elements: every matrix starts at a multiple of it, and a cell is a multiple of it."""
@@ -34,6 +34,7 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint
 """Bytes an element, by torch's name of the dtype."""
 
 ADAPTER_PAGE_BYTES = 64 << 10  # a page where no KV cache shares the arena
+MAX_RANK = 512  # the largest that the kernels compute
 
 # Forward order, so that modules that share an input (qkv; gate and up) lie side by side.
 _FORWARD_ORDER = (
@@ -73,12 +74,12 @@ class LoraLayout:
         base: the base's weights as a table.
         targets: names of the target modules (``"q_proj"``), or ``"all-linear"``. An adapter that
             touches others is refused.
-        max_rank: the largest rank that is served; a larger one is refused by name.
+        max_rank: the largest rank that is served (up to 512); a larger one is refused by name.
         dtype: of the flat vectors and of the arena, by torch's name.
 
     Raises:
         AdapterUnsupported: the base has no decoder layers with dense linear modules.
-        ValueError: a target that the base doesn't have, or a dtype we can't hold.
+        ValueError: a target that the base lacks, a dtype or a maximum rank that we can't hold.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class LoraLayout:
         dtype = str(dtype).removeprefix("torch.")  # torch.bfloat16 is as good
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype {dtype!r}: weights are bfloat16, float16 or float32")
-        if max_rank < 1:
-            raise ValueError(f"max_rank {max_rank}: at least 1")
+        if not 1 <= max_rank <= MAX_RANK:
+            raise ValueError(f"max_rank {max_rank}: 1 to {MAX_RANK}")
         self.base = base
         self.max_rank = max_rank
         self.dtype = dtype

@@ -97,7 +97,7 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
 
     Returns:
         Its spec, and a CPU tensor ``[elements]`` of the layout's dtype. Gaps between matrices are
-        zero. Each weight is cast once, to nearest.
+        zero. Each weight is cast once, to nearest (float64 by way of float32).
 
     Raises:
         AdapterUnsupported: as `spec_of`.
@@ -115,15 +115,24 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
         b = vector[b_start : b_start + rank * site.out_features].view(rank, site.out_features)
         a.copy_(weights.a)
         b.copy_(weights.b.t())
-        if dtype is torch.float16 and not (a.isfinite().all() and b.isfinite().all()):
-            raise AdapterInvalid(
-                "a weight is too large for float16",
-                where=path,
-                found=f"up to {max(weights.a.abs().max(), weights.b.abs().max()):.3g}",
-                expected="at most 65504",
-                remedy="use bfloat16",
-            )
+        _check_range(path, weights, a, b)
     return spec, vector
+
+
+def _check_range(path: str, weights: LoraWeights, a: Tensor, b: Tensor) -> None:
+    """Raises AdapterInvalid where a finite weight became infinite when it was cast into a or b."""
+    largest = torch.finfo(a.dtype).max
+    may_overflow = any(torch.finfo(w.dtype).max > largest for w in (weights.a, weights.b))
+    # One pass without a mask: infinity is one of the edges.
+    if may_overflow and not all(bool(e.isfinite()) for w in (a, b) for e in torch.aminmax(w)):
+        name = str(a.dtype).removeprefix("torch.")
+        raise AdapterInvalid(
+            f"a weight is too large for {name}",
+            where=path,
+            found=f"up to {max(weights.a.abs().max(), weights.b.abs().max()):.3g}",
+            expected=f"at most {largest:.5g}",
+            remedy="use bfloat16" if name == "float16" else "train it again: no sound LoRA has it",
+        )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -32,9 +32,9 @@ _CONFIG_FEATURES = {
     "enable_lora": ("merged linear layers of PEFT 0.2 (enable_lora)", _MERGE),
 }
 
-_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "true", "false")
-"""Ways to begin that leave the base's weights alone. PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ change
-them, so that their A and B are right on the changed base only."""
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "mica", "orthogonal", "true", "false")
+"""Ways to begin that leave the base's weights alone, in any case (as PEFT has it). PiSSA, OLoRA,
+CorDA, LoRA-GA and LoftQ change them, so that their A and B are right on the changed base only."""
 
 _PLAIN_CONFIGS = frozenset(
     {
@@ -83,7 +83,7 @@ def refuse_features(config: Mapping[str, Any], ignored: frozenset[str]) -> None:
     if bias not in (None, "none"):
         raise AdapterUnsupported(f"trained biases (bias={bias!r:.40})", where="bias", remedy=_MERGE)
     init = config.get("init_lora_weights")
-    if init not in _PLAIN_INITS:
+    if (init.lower() if isinstance(init, str) else init) not in _PLAIN_INITS:
         raise AdapterUnsupported(
             f"an initialisation that changes the base (init_lora_weights={init!r:.40})",
             where="init_lora_weights",

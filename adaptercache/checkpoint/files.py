@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from adaptercache.checkpoint.options import ReadOptions
 from adaptercache.checkpoint.safetensors_file import open_safetensors
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported, LoadFailed
 
-__all__ = ["read_config", "read_tensors"]
+__all__ = ["find_weights", "read_config", "read_tensors"]
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -55,6 +55,36 @@ def read_config(directory: Path) -> dict[str, Any]:
     return parse_object(data, str(path))
 
 
+def find_weights(has: Callable[[str], bool], where: str) -> str | None:
+    """Which file of a folder holds an adapter's weights: of safetensors first; None: there is none.
+
+    Whoever copies an adapter asks this, so that what lies beside the weights and changes what they
+    mean is not left behind.
+
+    Args:
+        has: whether the folder has a file of that name.
+        where: the folder, for the error.
+
+    Raises:
+        AdapterUnsupported: tokens were added, or there is only another tool's layout.
+    """
+    if has("new_embeddings.safetensors"):
+        raise AdapterUnsupported(
+            "added tokens (new_embeddings.safetensors)",
+            where=where,
+            remedy="merge it into the base model",
+        )
+    for name in (_WEIGHTS, *_PICKLES):
+        if has(name):
+            return name
+    for name, layout in _OTHER_LAYOUTS.items():
+        if has(name):
+            raise AdapterUnsupported(
+                layout, where=f"{where}/{name}", remedy="convert it to PEFT's layout"
+            )
+    return None
+
+
 def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
     """The tensors of the weights file by name: of safetensors always first, as mapped views.
 
@@ -64,23 +94,14 @@ def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tenso
         LoadFailed: the operating system can't read it.
     """
     with _reading(directory):
-        if (directory / "new_embeddings.safetensors").exists():
-            raise AdapterUnsupported(
-                "added tokens (new_embeddings.safetensors)",
-                where=str(directory),
-                remedy="merge it into the base model",
+        name = find_weights(lambda name: (directory / name).is_file(), str(directory))
+        if name is None:
+            raise AdapterInvalid(
+                "the adapter has no weights file", where=str(directory), expected=_WEIGHTS
             )
-        if (directory / _WEIGHTS).is_file():
-            return open_safetensors(directory / _WEIGHTS)
-        for name in _PICKLES:
-            if (directory / name).is_file():
-                return _read_pickle(directory / name, options)
-        for name, layout in _OTHER_LAYOUTS.items():
-            if (directory / name).exists():
-                raise AdapterUnsupported(
-                    layout, where=str(directory / name), remedy="convert it to PEFT's layout"
-                )
-    raise AdapterInvalid("the adapter has no weights file", where=str(directory), expected=_WEIGHTS)
+        if name in _PICKLES:
+            return _read_pickle(directory / name, options)
+        return open_safetensors(directory / name)
 
 
 def _read_pickle(path: Path, options: ReadOptions) -> dict[str, torch.Tensor]:

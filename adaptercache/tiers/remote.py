@@ -15,6 +15,7 @@ from typing import Protocol
 import safetensors.torch
 from torch import Tensor
 
+from adaptercache.checkpoint.files import find_weights
 from adaptercache.errors import AdapterInvalid, AdapterNotFound, LoadFailed
 
 __all__ = ["CONFIG", "WEIGHTS", "DirectorySource", "Source", "TensorSource", "open_source"]
@@ -22,7 +23,6 @@ __all__ = ["CONFIG", "WEIGHTS", "DirectorySource", "Source", "TensorSource", "op
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 # Refused by the reader by name, with the remedy; fetched so that it can say so.
-OTHER_WEIGHTS = ("adapter_model.bin", "adapter_model.pt")
 
 
 class Source(Protocol):
@@ -126,12 +126,12 @@ class DirectorySource:
         return folder
 
     def _names(self, folder: Path, adapter_id: str) -> list[str]:
-        weights = [name for name in (WEIGHTS, *OTHER_WEIGHTS) if (folder / name).is_file()]
         if not (folder / CONFIG).is_file():
             raise AdapterInvalid(
                 f"no {CONFIG}", where=str(folder), found=os.listdir(folder), adapter_id=adapter_id
             )
-        return [CONFIG, *weights[:1]]
+        weights = find_weights(lambda name: (folder / name).is_file(), str(folder))
+        return [CONFIG, weights] if weights else [CONFIG]
 
 
 class TensorSource:
