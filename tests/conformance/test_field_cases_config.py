@@ -4,6 +4,7 @@ Each test names its rows."""
 from __future__ import annotations
 
 import math
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,35 @@ def test_the_name_of_the_base_causes_no_look_up(
         assert leases[0].digest == leases[1].digest
         for lease in leases:
             lease.release()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_order_of_the_names_changes_a_rank_or_a_scaling(tiny: Any, seed: int) -> None:
+    """Row 49: ranks are mixed, and no tensor stands for the others."""
+    tensors, config = tiny.tensors(0, rank=4, targets=("q_proj", "v_proj", "down_proj"))
+    for name in [name for name in tensors if "v_proj" in name]:
+        tensors[name] = tensors[name][:2] if "lora_A" in name else tensors[name][:, :2]
+    config["rank_pattern"] = {"v_proj": 2}
+    names = sorted(tensors)
+    random.Random(seed).shuffle(names)
+    plain, again = (
+        checkpoint_from_tensors(each, config, tiny.layout.base)
+        for each in (tensors, {name: tensors[name] for name in names})
+    )
+    assert again.digest == plain.digest
+    assert list(again.modules) == list(plain.modules)
+    for path, weights in again.modules.items():
+        assert weights.rank == (2 if "v_proj" in path else 4)
+        assert weights.scaling == 8 / weights.rank
+
+
+@pytest.mark.parametrize("adapter_id", ["org/name:v2", "base:adapter", "a b", "ü/é", "x.y-z"])
+def test_an_id_comes_back_as_it_was_given(tiny: Any, adapter_id: str) -> None:
+    """Row 50: no separator in an id means anything."""
+    source = tiny.source(adapter_id, "org/name", "base")
+    with tiny.cache(source) as cache, cache.acquire(adapter_id).result(10) as lease:
+        assert lease.key.adapter_id == adapter_id
+        assert cache.resident(Tier.GPU) == {adapter_id}
 
 
 @pytest.mark.parametrize(

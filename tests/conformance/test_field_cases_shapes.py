@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from adaptercache.layout import MAX_RANK
 from adaptercache.packing import pack, spec_of
 from adaptercache.testing import any_device, held_weights, random_adapter
 
+KERNELS = Path(__file__).parents[2] / "adaptercache" / "kernels"
 ATTENTION = "model.layers.0.self_attn"
 
 
@@ -257,7 +259,7 @@ def far_apart(rows: int, width: int, stride: int, device: str) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")  # the interpreter's own
-@pytest.mark.parametrize(("rows", "stride"), [(3, 1 << 30), (260, 1 << 23)], ids=str)
+@pytest.mark.parametrize(("rows", "stride"), [(3, 1 << 30), (520, 1 << 22)], ids=str)
 def test_rows_beyond_the_reach_of_32_bits_are_read_and_written(
     tiny: Any, rows: int, stride: int
 ) -> None:
@@ -279,6 +281,15 @@ def test_rows_beyond_the_reach_of_32_bits_are_read_and_written(
     want = scaling * b.float() @ (a.float() @ last.float())
     assert not y[:-1].any()
     assert torch.allclose(y[-1].float().cpu(), want, atol=2e-2)
+
+
+def test_kernels_count_programs_along_the_first_axis_alone() -> None:
+    """Row 100: the others end at 65,535 programs, which a long prefill is over."""
+    sources = [path.read_text() for path in sorted(KERNELS.glob("*.py"))]
+    axes = {
+        axis for text in sources for axis in re.findall(r"(?:program_id|num_programs)\((\d)", text)
+    }
+    assert axes == {"0"}
 
 
 # Embeddings, heads, shapes.
