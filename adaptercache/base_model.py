@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
@@ -52,20 +52,25 @@ class BaseModel:
         modules: kind and shape by path.
         model_type: as transformers names it; "" where unknown.
         dtype: of the weights, by torch's name (``"bfloat16"``); "" where unknown.
+        heads: query heads and KV heads of a layer's attention; None where unknown.
     """
 
     modules: Mapping[str, BaseModule]
     model_type: str = ""
     dtype: str = ""
+    heads: tuple[int, int] | None = None
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Mapping[str, object]]) -> BaseModel:
+    def from_table(
+        cls, table: Mapping[str, Mapping[str, object]], heads: tuple[int, int] | None = None
+    ) -> BaseModel:
         """From ``{path: {"kind": ..., "out_in" or "shape": [...], "is_transposed": ...}}``.
 
         Raises:
             AdapterInvalid: an entry is not of that form.
         """
-        return cls({path: _table_entry(path, entry) for path, entry in table.items()})
+        modules = {path: _table_entry(path, entry) for path, entry in table.items()}
+        return cls(modules, heads=heads)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> BaseModel:
@@ -89,7 +94,7 @@ class BaseModel:
         else:
             modules = dict(_decoder(_Fields(content), family, head))
         dtype = str(content.get("dtype") or content.get("torch_dtype") or "")
-        return cls(modules, model_type, dtype.removeprefix("torch."))
+        return cls(modules, model_type, dtype.removeprefix("torch."), _heads(content.get))
 
     @classmethod
     def from_model(cls, model: torch.nn.Module) -> BaseModel:
@@ -105,7 +110,21 @@ class BaseModel:
             modules,
             str(getattr(config, "model_type", "")),
             next(dtypes, "").removeprefix("torch."),
+            _heads(lambda key: getattr(config, key, None)),
         )
+
+
+def _heads(field: Callable[[str], Any]) -> tuple[int, int] | None:
+    """By a config's fields, of the text model's where there are several."""
+    text = field("text_config")
+    if text is not None:
+        field = text.get if isinstance(text, Mapping) else lambda key: getattr(text, key, None)
+    names = ("num_attention_heads", "n_head", "num_key_value_heads")
+    heads, gpt2_heads, kv_heads = (
+        value if type(value) is int and value > 0 else 0 for value in map(field, names)
+    )
+    heads = heads or gpt2_heads
+    return (heads, kv_heads or heads) if heads else None
 
 
 def _table_entry(path: str, entry: Mapping[str, object]) -> BaseModule:

@@ -24,6 +24,7 @@ from adaptercache.checkpoint import Checkpoint, LoraWeights
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 from adaptercache.identity import Digest
 from adaptercache.layout import LoraLayout, align
+from adaptercache.sites import Site
 
 __all__ = [
     "PackedFile",
@@ -113,8 +114,9 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
         b_start = start + align(rank * site.in_features)
         a = vector[start : start + rank * site.in_features].view(rank, site.in_features)
         b = vector[b_start : b_start + rank * site.out_features].view(rank, site.out_features)
-        a.copy_(weights.a)
-        b.copy_(weights.b.t())
+        its_a, its_b = _part(weights, site)
+        a.copy_(its_a)
+        b.copy_(its_b.t())
         if dtype is torch.float16 and not (a.isfinite().all() and b.isfinite().all()):
             raise AdapterInvalid(
                 "a weight is too large for float16",
@@ -124,6 +126,17 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
                 remedy="use bfloat16",
             )
     return spec, vector
+
+
+def _part(weights: LoraWeights, site: Site) -> tuple[Tensor, Tensor]:
+    """This rank's columns of A and rows of B; views, where it is one run."""
+    a, b = weights.a, weights.b
+    if site.columns is not None:
+        a = a[:, slice(*site.columns)]
+    if site.rows:
+        runs = [b[slice(*run)] for run in site.rows]
+        b = runs[0] if len(runs) == 1 else torch.cat(runs)
+    return a, b
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

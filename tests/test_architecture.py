@@ -24,7 +24,7 @@ DECIDE = (
 )
 TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
 LAYERS = (
-    ("errors", "identity", "base_model", "layout", "stats"),
+    ("errors", "identity", "base_model", "sites", "tensor_parallel", "layout", "stats"),
     DECIDE,
     ("checkpoint", "packing", "merge", "kernels"),
     TIERS,
