@@ -26,7 +26,7 @@ TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote
 LAYERS = (
     ("errors", "identity", "base_model", "sites", "tensor_parallel", "layout", "stats"),
     DECIDE,
-    ("checkpoint", "packing", "merge", "kernels"),
+    ("checkpoint", "packing", "convert", "merge", "kernels"),
     TIERS,
     ("movers", "journal", "fetch", "prefetch", "snapshot"),
     ("deciding", "lease", "leasing", "kv", "assembly", "sleep"),
@@ -35,7 +35,7 @@ LAYERS = (
     ("adaptercache",),  # the package's own __init__: the public names
 )
 ORDER = {name: place for place, name in enumerate(chain.from_iterable(LAYERS))}
-FOLDERS = {"checkpoint", "kernels", "testing", "integrations"}
+FOLDERS = {"checkpoint", "convert", "kernels", "testing", "integrations"}
 
 # No torch, no I/O, no clock, no randomness, no lock, no log: all that deciding may import.
 PURE = {
