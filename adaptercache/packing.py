@@ -117,13 +117,14 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
         its_a, its_b = _part(weights, site)
         a.copy_(its_a)
         b.copy_(its_b.t())
-        if dtype is torch.float16 and not (a.isfinite().all() and b.isfinite().all()):
+        is_cast = weights.a.dtype != dtype or weights.b.dtype != dtype
+        if is_cast and not (a.isfinite().all() and b.isfinite().all()):
             raise AdapterInvalid(
-                "a weight is too large for float16",
+                f"a weight is too large for {layout.dtype}",
                 where=path,
                 found=f"up to {max(weights.a.abs().max(), weights.b.abs().max()):.3g}",
-                expected="at most 65504",
-                remedy="use bfloat16",
+                expected=f"at most {torch.finfo(dtype).max:.6g}",
+                remedy="use bfloat16" if dtype is torch.float16 else "such weights are a mistake",
             )
     return spec, vector
 
