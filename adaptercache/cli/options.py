@@ -36,8 +36,10 @@ def size(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-def layout_for(base: BaseModel, targets: str, max_rank: int, dtype: str | None) -> LoraLayout:
-    """The layout that these options ask for.
+def layout_for(
+    base: BaseModel, targets: str, max_rank: int, dtype: str | None, *, tp_size: int = 1
+) -> LoraLayout:
+    """The layout that these options ask for; where a model is cut, that of its first rank.
 
     Raises:
         typer.BadParameter: targets that the base doesn't have, or another wrong value.
@@ -48,7 +50,11 @@ def layout_for(base: BaseModel, targets: str, max_rank: int, dtype: str | None) 
         dtype = base.dtype if base.dtype in _DTYPES else _DTYPES[0]
     try:
         return LoraLayout(
-            base, targets=_ALL if names == [_ALL] else names, max_rank=max_rank, dtype=dtype
+            base,
+            targets=_ALL if names == [_ALL] else names,
+            max_rank=max_rank,
+            dtype=dtype,
+            tp_size=tp_size,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -58,10 +58,15 @@ FileDtype: TypeAlias = Annotated[
         help="Of the published files (PEFT often writes float32). Default: the cache's.",
     ),
 ]
+TPSize: TypeAlias = Annotated[
+    int, typer.Option(min=1, help="GPUs that the model is cut among; the figures are one's.")
+]
 KVBlockSize: TypeAlias = Annotated[
     int | None, typer.Option(min=1, help="Tokens a block, where the KV cache shares the arena.")
 ]
-KVHeads: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Key/value heads of a layer.")]
+KVHeads: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Key/value heads of a layer, on one GPU.")
+]
 HeadDim: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Elements a head.")]
 KVDtype: TypeAlias = Annotated[
     str, typer.Option(metavar="DTYPE", parser=_itemised, help="Of the KV cache.")
@@ -98,6 +103,7 @@ def plan(
     targets: Targets = "all-linear",
     dtype: Dtype = None,
     file_dtype: FileDtype = None,
+    tp_size: TPSize = 1,
     kv_block_size: KVBlockSize = None,
     kv_heads: KVHeads = None,
     head_dim: HeadDim = None,
@@ -116,7 +122,7 @@ def plan(
     with refusing("base", as_json=as_json):
         base = read_base(config)
     with refusing("layout", as_json=as_json):
-        layout = layout_for(base, targets, rank, dtype)
+        layout = layout_for(base, targets, rank, dtype, tp_size=tp_size)
     with refusing("plan", as_json=as_json):
         found = plan_for(
             layout,

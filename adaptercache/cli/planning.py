@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adaptercache.arena import GpuArena
 from adaptercache.cli.footprint import Footprint
 from adaptercache.errors import CapacityError
 from adaptercache.layout import ITEMSIZE, ArenaShape, KVLayout, LoraLayout
 from adaptercache.packing import VectorSpec
-from adaptercache.policy import LRU
 
 __all__ = ["Bandwidths", "Budgets", "Holding", "Hop", "Plan", "plan_for"]
 
@@ -91,16 +89,18 @@ def plan_for(
         AdapterUnsupported: as `ArenaShape.fit`.
     """
     shape = ArenaShape.fit(layout, kv, budgets.gpu)
-    arena = GpuArena.shared(shape, 1, layout, kv, LRU)
-    spec = VectorSpec.of(layout, [layout.max_rank] * len(layout.sites), [1.0] * len(layout.sites))
-    weights = sum(layout.max_rank * (site.in_features + site.out_features) for site in layout.sites)
-    one = Footprint.of(layout, spec, shape, weights * ITEMSIZE[file_dtype])
+    sites, rank = layout.sites, layout.max_rank
+    spec = VectorSpec.of(layout, [rank] * len(sites), [1.0] * len(sites))
+    # The files hold whole matrices, whatever this GPU's part of them is.
+    published = rank * sum(sum(layout.base.modules[site.path].shape) for site in sites)
+    one = Footprint.of(layout, spec, shape, published * ITEMSIZE[file_dtype])
+    pages = shape.pages_for(spec.elements)
     kv_pages = -(-budgets.kv_tokens // kv.block_size) if kv else 0
-    if kv_pages > arena.kv_room().limit:
+    if kv and pages + max(1, kv_pages) > shape.num_pages:
         raise CapacityError(
-            "so much KV leaves no room for one adapter",
-            needed=kv_pages,
-            limit=arena.kv_room().limit,
+            "gpu_bytes doesn't hold one adapter beside so much KV",
+            needed=pages + max(1, kv_pages),
+            limit=shape.num_pages,
             unit="pages",
         )
     page_bytes = shape.rows * shape.page_bytes
@@ -117,8 +117,10 @@ def plan_for(
         _hop("host", "gpu", one.vector, bandwidths.h2d),
     )
     return Plan(
-        tensors=weights * layout.itemsize,
-        pages=shape.pages_for(spec.elements),
+        tensors=rank
+        * sum(site.in_features + site.out_features for site in sites)
+        * layout.itemsize,
+        pages=pages,
         page_bytes=page_bytes,
         arena_pages=shape.num_pages,
         kv_pages=kv_pages,

@@ -10,6 +10,17 @@ from typing import Any
 
 import pytest
 
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
 CONFORMANCE = Path(__file__).parent.parent / "conformance"
 
 
@@ -60,3 +71,12 @@ def table() -> Callable[[str], Path]:
         return CONFORMANCE / "configs" / config.replace(".json", ".modules.json")
 
     return path
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A directory with the config.json of DESIGN's example, Llama-3-8B."""
+    folder = tmp_path / "llama-3-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return folder
