@@ -68,7 +68,7 @@ def test_help_names_every_command_and_option(run: Any) -> None:
             *("--head-dim", "--kv-dtype", "--kv-tokens", "--h2d-GBps", "--disk-GBps"),
             *("--remote-GBps", "--json"),
         ),
-        "convert": ("--base-model", "--json"),
+        "convert": ("--base-model", "--base", "--json"),
     }
     page = (ROOT / "docs/cli.md").read_text()
     for command, names in options.items():

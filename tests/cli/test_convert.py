@@ -66,6 +66,22 @@ def test_says_in_words_what_it_wrote(run: Any, tmp_path: Path) -> None:
     assert str(tmp_path / "peft") in done.out
 
 
+def test_the_base_is_handed_on(run: Any, table: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "torchtune", tmp_path / "peft"
+    source.mkdir()
+    tensors = {
+        "layers.0.attn.q_proj.lora_a.weight": torch.ones(4, 32),
+        "layers.0.attn.q_proj.lora_b.weight": torch.ones(32, 4),
+    }
+    torch.save(tensors, source / "adapter_model.pt")
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    assert run("convert", source, target).code == 1
+    base = str(table("plain_p0.20.0")).replace(".modules.json", ".json")
+    assert run("convert", source, target, "--base", base).code == 0
+    assert run("inspect", target, "--base", base).code == 0
+
+
 def test_what_it_does_not_know_is_refused(run: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = run("convert", tmp_path / "empty", tmp_path / "peft", "--json")
