@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
@@ -52,20 +52,24 @@ class BaseModel:
         modules: kind and shape by path.
         model_type: as transformers names it; "" where unknown.
         dtype: of the weights, by torch's name (``"bfloat16"``); "" where unknown.
+        heads: query heads and KV heads of a layer's attention; None where unknown.
     """
 
     modules: Mapping[str, BaseModule]
     model_type: str = ""
     dtype: str = ""
+    heads: tuple[int, int] | None = None
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Mapping[str, object]]) -> BaseModel:
+    def from_table(
+        cls, table: Mapping[str, Mapping[str, object]], heads: tuple[int, int] | None = None
+    ) -> BaseModel:
         """From ``{path: {"kind": ..., "out_in" or "shape": [...], "is_transposed": ...}}``.
 
         Raises:
             AdapterInvalid: an entry is not of that form.
         """
-        return cls({path: _table_entry(path, entry) for path, entry in table.items()})
+        return cls({path: _table_entry(path, entry) for path, entry in table.items()}, heads=heads)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> BaseModel:
@@ -81,12 +85,7 @@ class BaseModel:
         """
         content = config if isinstance(config, Mapping) else _read_config(Path(config))
         if "peft_type" in content or "lora_alpha" in content:
-            raise AdapterInvalid(
-                "this is an adapter's config, not its base model's",
-                where="" if isinstance(config, Mapping) else str(config),
-                expected="a config.json",
-                remedy="give that of the model that it calls base_model_name_or_path",
-            )
+            raise _broken("config", "an adapter's config", "that of its base_model_name_or_path")
         model_type = content.get("model_type")
         if not isinstance(model_type, str):
             raise _broken("model_type", model_type, "a string")
@@ -96,7 +95,7 @@ class BaseModel:
         else:
             modules = dict(_decoder(_Fields(content), family, head))
         dtype = str(content.get("dtype") or content.get("torch_dtype") or "")
-        return cls(modules, model_type, dtype.removeprefix("torch."))
+        return cls(modules, model_type, dtype.removeprefix("torch."), _heads(content.get))
 
     @classmethod
     def from_model(cls, model: torch.nn.Module) -> BaseModel:
@@ -112,7 +111,21 @@ class BaseModel:
             modules,
             str(getattr(config, "model_type", "")),
             next(dtypes, "").removeprefix("torch."),
+            _heads(lambda key: getattr(config, key, None)),
         )
+
+
+def _heads(field: Callable[[str], Any]) -> tuple[int, int] | None:
+    """By a config's fields, of the text model's where there are several."""
+    text = field("text_config")
+    if text is not None:
+        field = text.get if isinstance(text, Mapping) else lambda key: getattr(text, key, None)
+    names = ("num_attention_heads", "n_head", "num_key_value_heads")
+    heads, gpt2_heads, kv_heads = (
+        value if type(value) is int and value > 0 else 0 for value in map(field, names)
+    )
+    heads = heads or gpt2_heads
+    return (heads, kv_heads or heads) if heads else None
 
 
 def _table_entry(path: str, entry: Mapping[str, object]) -> BaseModule:
@@ -130,8 +143,8 @@ def _table_entry(path: str, entry: Mapping[str, object]) -> BaseModule:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
-    if not file.exists() and (path / "adapter_config.json").exists():
-        file = path / "adapter_config.json"  # an adapter by mistake: said where it is looked into
+    if not file.exists() and (adapter := path / "adapter_config.json").exists():
+        file = adapter  # only to be told what it is
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

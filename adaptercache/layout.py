@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, Literal
 
 from adaptercache.base_model import BaseModel
 from adaptercache.errors import AdapterUnsupported, CapacityError
+from adaptercache.sites import Site, sites_of
+from adaptercache.tensor_parallel import part_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,33 +37,10 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint
 ADAPTER_PAGE_BYTES = 64 << 10  # a page where no KV cache shares the arena
 MAX_RANK = 512  # the largest that the kernels compute
 
-# Forward order, so that modules that share an input (qkv; gate and up) lie side by side.
-_FORWARD_ORDER = (
-    *("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "o_proj"),
-    *("gate_proj", "up_proj", "gate_up_proj", "c_fc", "down_proj"),
-)
-_LAYER_PATH = re.compile(r"(?P<stack>.*?(?:layers|h|blocks))\.(?P<layer>\d+)\.(?P<name>.+)")
-_OTHER_TOWERS = ("vision", "visual", "audio", "encoder")
-
 
 def align(elements: int) -> int:
     """``elements`` rounded up to the next multiple of `ALIGN`."""
     return -(-elements // ALIGN) * ALIGN
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A place that may carry LoRA: one target module of one layer.
-
-    ``path`` is the base model's name of it. A is ``[rank, in_features]``, B is
-    ``[out_features, rank]``.
-    """
-
-    layer: int
-    module: str
-    path: str
-    in_features: int
-    out_features: int
 
 
 class LoraLayout:
@@ -76,10 +54,14 @@ class LoraLayout:
             touches others is refused.
         max_rank: the largest rank that is served (up to 512); a larger one is refused by name.
         dtype: of the flat vectors and of the arena, by torch's name.
+        tp_rank, tp_size: this rank's, where the model is cut among GPUs: sites, and what is packed,
+            are this rank's part. An adapter has the same digest on all ranks.
 
     Raises:
-        AdapterUnsupported: the base has no decoder layers with dense linear modules.
-        ValueError: a target that the base lacks, a dtype or a maximum rank that we can't hold.
+        AdapterUnsupported: the base has no decoder layers with dense linear modules, or one that
+            can't be cut into so many.
+        ValueError: a target that the base lacks, a dtype or a maximum rank that we can't hold, or a
+            rank that there is not.
     """
 
     def __init__(
@@ -89,16 +71,23 @@ class LoraLayout:
         targets: Collection[str] | Literal["all-linear"] = "all-linear",
         max_rank: int = 64,
         dtype: str = "bfloat16",
+        tp_rank: int = 0,
+        tp_size: int = 1,
     ) -> None:
         dtype = str(dtype).removeprefix("torch.")  # torch.bfloat16 is as good
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype {dtype!r}: weights are bfloat16, float16 or float32")
         if not 1 <= max_rank <= MAX_RANK:
             raise ValueError(f"max_rank {max_rank}: 1 to {MAX_RANK}")
+        if not 0 <= tp_rank < tp_size:
+            raise ValueError(f"tp_rank {tp_rank} of tp_size {tp_size}: there is no such rank")
         self.base = base
         self.max_rank = max_rank
         self.dtype = dtype
-        self.sites: tuple[Site, ...] = _sites(base, targets)
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.sites: tuple[Site, ...] = tuple(
+            part_of(site, base, tp_rank, tp_size) for site in sites_of(base, targets)
+        )
         self.modules: tuple[str, ...] = tuple(dict.fromkeys(site.module for site in self.sites))
         self.num_layers = 1 + max(site.layer for site in self.sites)
 
@@ -110,6 +99,8 @@ class LoraLayout:
         targets: Collection[str] | Literal["all-linear"] = "all-linear",
         max_rank: int = 64,
         dtype: str | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
     ) -> LoraLayout:
         """From a Hugging Face ``config.json``: a path, its directory, or the dict.
 
@@ -119,7 +110,8 @@ class LoraLayout:
         if dtype is None:
             named = base.dtype.removeprefix("torch.")
             dtype = named if named in ("bfloat16", "float16", "float32") else "bfloat16"
-        return cls(base, targets=targets, max_rank=max_rank, dtype=dtype)
+        cut = {"tp_rank": tp_rank, "tp_size": tp_size}
+        return cls(base, targets=targets, max_rank=max_rank, dtype=dtype, **cut)
 
     @classmethod
     def from_model(
@@ -129,12 +121,15 @@ class LoraLayout:
         targets: Collection[str] | Literal["all-linear"] = "all-linear",
         max_rank: int = 64,
         dtype: str | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
     ) -> LoraLayout:
         """From a live model; ``dtype`` None takes that of its first parameter."""
         if dtype is None:
             dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
         base = BaseModel.from_model(model)
-        return cls(base, targets=targets, max_rank=max_rank, dtype=dtype)
+        cut = {"tp_rank": tp_rank, "tp_size": tp_size}
+        return cls(base, targets=targets, max_rank=max_rank, dtype=dtype, **cut)
 
     @property
     def itemsize(self) -> int:
@@ -149,7 +144,10 @@ class LoraLayout:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes that name the layout: which vectors of one adapter are the same."""
-        rows = [[s.layer, s.module, s.path, s.in_features, s.out_features] for s in self.sites]
+        rows = [
+            [s.layer, s.module, s.path, s.in_features, s.out_features, *s.rows, *(s.columns or ())]
+            for s in self.sites
+        ]
         text = json.dumps(["adaptercache layout v1", self.dtype, ALIGN, rows])
         return hashlib.sha256(text.encode()).digest()
 
@@ -174,49 +172,6 @@ class LoraLayout:
     def max_elements(self) -> int:
         """The length of the longest vector: `max_rank` at every site."""
         return self.starts([self.max_rank] * len(self.sites))[1]
-
-
-def _sites(base: BaseModel, targets: Collection[str] | Literal["all-linear"]) -> tuple[Site, ...]:
-    found: dict[str, list[tuple[int, str, str]]] = {}
-    for path, module in base.modules.items():
-        match = _LAYER_PATH.fullmatch(path)
-        if match and module.kind in ("linear", "conv1d") and ".experts." not in path:
-            at = (int(match["layer"]), match["name"], path)
-            found.setdefault(match["stack"], []).append(at)
-    if not found:
-        raise AdapterUnsupported(
-            "a base model with no decoder layers of dense linear modules",
-            where=base.model_type,
-            remedy="give the table of a decoder-only transformer",
-        )
-    decoder = min(found, key=lambda stack: (any(t in stack for t in _OTHER_TOWERS), len(stack)))
-    places = found[decoder]
-    leaves = {(layer, name.rpartition(".")[2]) for layer, name, _ in places}
-    unique = len(leaves) == len(places)
-    sites = [
-        Site(layer, name.rpartition(".")[2] if unique else name, path, *_in_out(base, path))
-        for layer, name, path in places
-    ]
-    if isinstance(targets, str) and targets != "all-linear":
-        raise TypeError(f'targets {targets!r}: give a list of names, or "all-linear"')
-    if targets != "all-linear":
-        unknown = sorted(set(targets) - {site.module for site in sites})
-        if unknown or not targets:
-            known = sorted({site.module for site in sites})
-            raise ValueError(f"targets {unknown or 'empty'}: the base has {known}")
-        sites = [site for site in sites if site.module in targets]
-    return tuple(sorted(sites, key=lambda site: (site.layer, _forward_rank(site.module))))
-
-
-def _in_out(base: BaseModel, path: str) -> tuple[int, int]:
-    out_features, in_features = base.modules[path].shape
-    return in_features, out_features
-
-
-def _forward_rank(module: str) -> tuple[int, str]:
-    leaf = module.rpartition(".")[2]
-    known = leaf in _FORWARD_ORDER
-    return (_FORWARD_ORDER.index(leaf) if known else len(_FORWARD_ORDER), module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from adaptercache.checkpoint import Checkpoint, LoraWeights
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 from adaptercache.identity import Digest
 from adaptercache.layout import LoraLayout, align
+from adaptercache.sites import Site
 
 __all__ = [
     "PackedFile",
@@ -113,26 +114,42 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
         b_start = start + align(rank * site.in_features)
         a = vector[start : start + rank * site.in_features].view(rank, site.in_features)
         b = vector[b_start : b_start + rank * site.out_features].view(rank, site.out_features)
-        a.copy_(weights.a)
-        b.copy_(weights.b.t())
-        _check_range(path, weights, a, b)
+        _check_range(path, weights, dtype)
+        its_a, its_b = _part(weights, site)
+        a.copy_(its_a)
+        b.copy_(its_b.t())
     return spec, vector
 
 
-def _check_range(path: str, weights: LoraWeights, a: Tensor, b: Tensor) -> None:
-    """Raises AdapterInvalid where a finite weight became infinite when it was cast into a or b."""
-    largest = torch.finfo(a.dtype).max
-    may_overflow = any(torch.finfo(w.dtype).max > largest for w in (weights.a, weights.b))
-    # One pass without a mask: infinity is one of the edges.
-    if may_overflow and not all(bool(e.isfinite()) for w in (a, b) for e in torch.aminmax(w)):
-        name = str(a.dtype).removeprefix("torch.")
-        raise AdapterInvalid(
-            f"a weight is too large for {name}",
-            where=path,
-            found=f"up to {max(weights.a.abs().max(), weights.b.abs().max()):.3g}",
-            expected=f"at most {largest:.5g}",
-            remedy="use bfloat16" if name == "float16" else "train it again: no sound LoRA has it",
-        )
+def _check_range(path: str, weights: LoraWeights, dtype: torch.dtype) -> None:
+    """Raises AdapterInvalid where a weight would be infinite as ``dtype``.
+
+    Looks at all of it, not at one rank's part: what one of them refuses, all do.
+    """
+    for matrix in (weights.a, weights.b):
+        may_overflow = torch.finfo(matrix.dtype).max > torch.finfo(dtype).max
+        if may_overflow and not all(e.to(dtype).isfinite() for e in torch.aminmax(matrix)):
+            name = str(dtype).removeprefix("torch.")
+            raise AdapterInvalid(
+                f"a weight is too large for {name}",
+                where=path,
+                found=f"up to {matrix.abs().max():.3g}",
+                expected=f"at most {torch.finfo(dtype).max:.6g}",
+                remedy="use bfloat16"
+                if name == "float16"
+                else "train it again: no sound one has it",
+            )
+
+
+def _part(weights: LoraWeights, site: Site) -> tuple[Tensor, Tensor]:
+    """This rank's columns of A and rows of B; views, where it is one run."""
+    a, b = weights.a, weights.b
+    if site.columns is not None:
+        a = a[:, slice(*site.columns)]
+    if site.rows:
+        runs = [b[slice(*run)] for run in site.rows]
+        b = runs[0] if len(runs) == 1 else torch.cat(runs)
+    return a, b
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

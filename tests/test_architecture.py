@@ -24,9 +24,9 @@ DECIDE = (
 )
 TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
 LAYERS = (
-    ("errors", "identity", "base_model", "layout", "stats"),
+    ("errors", "identity", "base_model", "sites", "tensor_parallel", "layout", "stats"),
     DECIDE,
-    ("checkpoint", "packing", "merge", "kernels"),
+    ("checkpoint", "packing", "convert", "merge", "kernels"),
     TIERS,
     ("movers", "journal", "fetch", "prefetch", "snapshot"),
     ("deciding", "lease", "leasing", "kv", "assembly", "sleep"),
@@ -35,7 +35,7 @@ LAYERS = (
     ("adaptercache",),  # the package's own __init__: the public names
 )
 ORDER = {name: place for place, name in enumerate(chain.from_iterable(LAYERS))}
-FOLDERS = {"checkpoint", "kernels", "testing", "integrations"}
+FOLDERS = {"checkpoint", "convert", "kernels", "testing", "cli", "integrations"}
 
 # No torch, no I/O, no clock, no randomness, no lock, no log: all that deciding may import.
 PURE = {

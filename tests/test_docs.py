@@ -108,3 +108,17 @@ def test_the_lines_of_the_readme_serve_requests(library: Path) -> None:
 def test_the_lines_about_testing_run(library: Path) -> None:
     (block,) = blocks(ROOT / "docs/testing-your-code.md")
     exec(compile(block, "testing-your-code.md", "exec"), {})
+
+
+def test_the_lines_about_converting_run(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = library / "trained/sql-v3"
+    source.mkdir(parents=True)
+    module = "model.layers.0.self_attn.v_proj"
+    tensors = {f"{module}.lora_a": torch.ones(32, 4), f"{module}.lora_b": torch.ones(4, 16)}
+    save_file(tensors, source / "adapters.safetensors")
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 2.0}}
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    (block,) = blocks(ROOT / "docs/convert.md")
+    exec(compile(block, "convert.md", "exec"), {})
+    assert capsys.readouterr().out == "mlx-lm\n"
+    assert (library / "adapters/acme/sql-v3-mlx" / "adapter_model.safetensors").is_file()

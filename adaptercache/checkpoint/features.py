@@ -11,10 +11,11 @@ from typing import Any
 
 from adaptercache.errors import AdapterUnsupported
 
-__all__ = ["refuse_features", "unknown_tensor"]
+__all__ = ["CONVERT", "refuse_features", "unknown_tensor"]
 
 _MERGE = "merge it into the base model, or train plain LoRA"
 _RETRAIN = "train plain LoRA"
+CONVERT = "convert it to PEFT's layout: adaptercache.convert.convert_to_peft"
 
 _CONFIG_FEATURES = {
     "use_dora": ("DoRA (use_dora)", _MERGE),
@@ -62,8 +63,8 @@ _TENSOR_FEATURES = (
     ("vera_", "VeRA", _MERGE),
     ("prompt_embeddings", "prompt tuning", _RETRAIN),
     ("token_adapter", "trained tokens (trainable_token_indices)", _MERGE),
-    ("lora_a", "the layout of MLX-LM or torchtune", "convert it to PEFT's layout"),
-    ("lora_b", "the layout of MLX-LM or torchtune", "convert it to PEFT's layout"),
+    ("lora_a", "the layout of MLX-LM or torchtune", CONVERT),
+    ("lora_b", "the layout of MLX-LM or torchtune", CONVERT),
     ("lora_down", "the layout of kohya", "convert it to PEFT's layout"),
     ("lora_up", "the layout of kohya", "convert it to PEFT's layout"),
     ("linear_in", "the layout of NeMo", "convert it to PEFT's layout"),
@@ -105,9 +106,7 @@ def _refuse_other_methods(config: Mapping[str, Any]) -> None:
     if method not in (None, "LORA"):
         raise AdapterUnsupported(f"peft_type {method!r:.40}", where="peft_type", remedy=_MERGE)
     if "r" not in config and ("lora_parameters" in config or "fine_tune_type" in config):
-        raise AdapterUnsupported(
-            "the layout of MLX-LM", where="lora_parameters", remedy="convert it to PEFT's layout"
-        )
+        raise AdapterUnsupported("the layout of MLX-LM", where="lora_parameters", remedy=CONVERT)
 
 
 def unknown_tensor(name: str) -> AdapterUnsupported:

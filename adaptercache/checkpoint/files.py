@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from adaptercache.checkpoint.features import CONVERT
 from adaptercache.checkpoint.json_object import parse_object
 from adaptercache.checkpoint.options import ReadOptions
 from adaptercache.checkpoint.safetensors_file import open_safetensors
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported, LoadFailed
 
-__all__ = ["find_weights", "read_config", "read_tensors"]
+__all__ = ["find_weights", "read_config", "read_object", "read_pickle", "read_tensors"]
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -22,10 +23,10 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _LARGEST_CONFIG = 16 << 20
 
 _OTHER_LAYOUTS = {
-    "adapters.safetensors": "the layout of MLX-LM",
-    "pytorch_lora_weights.safetensors": "the layout of diffusers",
-    "adapter_model.tensors": "the layout of tensorizer",
-    "model.lora_weights.npy": "the layout of TensorRT-LLM",
+    "adapters.safetensors": ("the layout of MLX-LM", CONVERT),
+    "pytorch_lora_weights.safetensors": ("the layout of diffusers", "convert it to PEFT's layout"),
+    "adapter_model.tensors": ("the layout of tensorizer", "convert it to PEFT's layout"),
+    "model.lora_weights.npy": ("the layout of TensorRT-LLM", "convert it to PEFT's layout"),
 }
 
 
@@ -44,8 +45,18 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise AdapterInvalid(
                 "the adapter has no config", where=str(directory), expected=_CONFIG
             )
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_CONFIG + 1)
+    return read_object(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a config file, bounded in size and depth.
+
+    Raises:
+        AdapterInvalid: it is too large or no JSON object.
+        LoadFailed: the operating system can't read it.
+    """
+    with _reading(path), path.open("rb") as file:
+        data = file.read(_LARGEST_CONFIG + 1)
     if len(data) > _LARGEST_CONFIG:
         raise AdapterInvalid(
             "the adapter's config is too large",
@@ -77,11 +88,9 @@ def find_weights(has: Callable[[str], bool], where: str) -> str | None:
     for name in (_WEIGHTS, *_PICKLES):
         if has(name):
             return name
-    for name, layout in _OTHER_LAYOUTS.items():
+    for name, (layout, remedy) in _OTHER_LAYOUTS.items():
         if has(name):
-            raise AdapterUnsupported(
-                layout, where=f"{where}/{name}", remedy="convert it to PEFT's layout"
-            )
+            raise AdapterUnsupported(layout, where=f"{where}/{name}", remedy=remedy)
     return None
 
 
@@ -100,30 +109,45 @@ def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tenso
                 "the adapter has no weights file", where=str(directory), expected=_WEIGHTS
             )
         if name in _PICKLES:
-            return _read_pickle(directory / name, options)
+            _refuse_pickle(directory / name, options)
+            return read_pickle(directory / name)
         return open_safetensors(directory / name)
 
 
-def _read_pickle(path: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
+def _refuse_pickle(path: Path, options: ReadOptions) -> None:
     if not options.allow_pickle:
         raise AdapterUnsupported(
             f"weights in a pickle ({path.name})",
             where=str(path),
             remedy="save it as safetensors, or read it with ReadOptions(allow_pickle=True)",
         )
+
+
+def read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pickle by name, in memory. Nothing in it is executed (``weights_only``).
+
+    Raises:
+        AdapterInvalid: it can't be read, or holds something else than dense tensors by name.
+    """
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken pickle raises whatever it likes
         raise AdapterInvalid("the pickle can't be read", where=str(path), found=error) from error
     sound = isinstance(tensors, dict) and all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) and _is_dense(tensor)
         for name, tensor in tensors.items()
     )
     if not sound:
         raise AdapterInvalid(
-            "the pickle holds something else", where=str(path), expected="tensors by name"
+            "the pickle holds something else", where=str(path), expected="dense tensors by name"
         )
     return dict(tensors)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """It has its elements in memory, each its own: strides can make any size of a few bytes."""
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_plain and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 @contextmanager

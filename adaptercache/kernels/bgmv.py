@@ -15,7 +15,7 @@ import triton.language as tl
 
 from adaptercache.kernels.dots import dot_into
 from adaptercache.kernels.groups import block_of, expand_group, is_last, sum_parts
-from adaptercache.kernels.jit import kernel, pick
+from adaptercache.kernels.jit import kernel, pick, share_of
 from adaptercache.kernels.paging import load_part, load_tile, part_pages
 
 __all__ = ["bgmv_expand", "bgmv_shrink"]
@@ -47,6 +47,7 @@ def bgmv_shrink(
     DOT_BK: tl.constexpr,
     STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
+    IN_RUNS: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -61,50 +62,52 @@ def bgmv_shrink(
     GROUP_SPLITS: tl.constexpr = (K + GROUP_BK - 1) // GROUP_BK
     CHUNKS: tl.constexpr = M * RANK // 16
     of_groups = tl.load(work) * (GROUP_SPLITS * CHUNKS)
-    units = of_groups + tl.load(work + 1) * (SPLITS * CHUNKS)
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        if unit < of_groups:
-            group = unit // (GROUP_SPLITS * CHUNKS)
-            split = unit % GROUP_SPLITS
-            chunk = unit // GROUP_SPLITS % CHUNKS
-            slot = tl.load(work + 2 + group)
-            m = chunk // (RANK // 16)
-            rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
-            at = slot * table_stride + pick(m, site0, site1, site2, M)
-            r = tl.load(rank + at)
-            if chunk % (RANK // 16) * 16 < r:
-                _shrink_group(
-                    x, x_stride, arena, pages + slot * table_stride, num_pages,
-                    tl.load(start + at) * 512, rows, r, split, m, group, work, partials,
-                    counters + group * CHUNKS + chunk, tokens,
-                    K, ROOM, RANK, GROUP_BK, DOT_BK, STAGES, PAGE_ELEMS, ROWS, ALIGNED,
-                    PDL, DOT_IN_FLOAT32,
-                )  # fmt: skip
-        else:
-            single = (unit - of_groups) // (SPLITS * CHUNKS)
-            split = (unit - of_groups) % SPLITS
-            chunk = (unit - of_groups) // SPLITS % CHUNKS
-            slot = tl.load(work + 2 + tokens // 2 * 17 + single)
-            token = tl.load(work + 2 + tokens // 2 * 17 + tokens + single)
-            m = chunk // (RANK // 16)
-            rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
-            at = slot * table_stride + pick(m, site0, site1, site2, M)
-            r = tl.load(rank + at)
-            begin = tl.load(start + at) * 512
-            if chunk % (RANK // 16) * 16 < r:
-                # [16, BK]
-                a = load_tile(
-                    arena, pages + slot * table_stride, num_pages, begin, rows, rows < r,
-                    split * BK, K, BK, PAGE_ELEMS, ROWS, ALIGNED, VECTOR,
-                )  # fmt: skip
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
-                # [BK]
-                k = split * BK + tl.arange(0, BK)
-                xs = tl.load(x + token.to(tl.int64) * x_stride + k, mask=k < K, other=0.0)
-                h = tl.sum(a.to(tl.float32) * xs.to(tl.float32)[None, :], 1)
-                to = ((m * tokens + token) * ROOM + split).to(tl.int64) * RANK
-                tl.store(partials + to + rows, h)
+    programs = tl.num_programs(0)
+    for unit in range(tl.program_id(0), of_groups, programs):
+        group = unit // (GROUP_SPLITS * CHUNKS)
+        split = unit % GROUP_SPLITS
+        chunk = unit // GROUP_SPLITS % CHUNKS
+        slot = tl.load(work + 2 + group)
+        m = chunk // (RANK // 16)
+        rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
+        at = slot * table_stride + pick(m, site0, site1, site2, M)
+        r = tl.load(rank + at)
+        if chunk % (RANK // 16) * 16 < r:
+            _shrink_group(
+                x, x_stride, arena, pages + slot * table_stride, num_pages,
+                tl.load(start + at) * 512, rows, r, split, m, group, work, partials,
+                counters + group * CHUNKS + chunk, tokens,
+                K, ROOM, RANK, GROUP_BK, DOT_BK, STAGES, PAGE_ELEMS, ROWS, ALIGNED,
+                PDL, DOT_IN_FLOAT32,
+            )  # fmt: skip
+    # The singles begin with the programs that have a group's part less.
+    first = (tl.program_id(0) + programs - of_groups % programs) % programs
+    first, end, step = share_of(tl.load(work + 1) * (SPLITS * CHUNKS), first, programs, IN_RUNS)
+    for unit in range(first, end, step):
+        single = unit // (SPLITS * CHUNKS)
+        split = unit % SPLITS
+        chunk = unit // SPLITS % CHUNKS
+        slot = tl.load(work + 2 + tokens // 2 * 17 + single)
+        token = tl.load(work + 2 + tokens // 2 * 17 + tokens + single)
+        m = chunk // (RANK // 16)
+        rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
+        at = slot * table_stride + pick(m, site0, site1, site2, M)
+        r = tl.load(rank + at)
+        begin = tl.load(start + at) * 512
+        if chunk % (RANK // 16) * 16 < r:
+            # [16, BK]
+            a = load_tile(
+                arena, pages + slot * table_stride, num_pages, begin, rows, rows < r,
+                split * BK, K, BK, PAGE_ELEMS, ROWS, ALIGNED, VECTOR,
+            )  # fmt: skip
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            # [BK]
+            k = split * BK + tl.arange(0, BK)
+            xs = tl.load(x + token.to(tl.int64) * x_stride + k, mask=k < K, other=0.0)
+            h = tl.sum(a.to(tl.float32) * xs.to(tl.float32)[None, :], 1)
+            to = ((m * tokens + token) * ROOM + split).to(tl.int64) * RANK
+            tl.store(partials + to + rows, h)
 
 
 @triton.jit
@@ -203,6 +206,7 @@ def bgmv_expand(
     BN: tl.constexpr,
     GROUP_BN: tl.constexpr,
     VECTOR: tl.constexpr,
+    IN_RUNS: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -220,8 +224,7 @@ def bgmv_expand(
     B0: tl.constexpr = (N0 + BN - 1) // BN
     B1: tl.constexpr = (N1 + BN - 1) // BN
     BLOCKS: tl.constexpr = B0 + B1 + (N2 + BN - 1) // BN
-    of_groups = tl.load(work) * GROUP_BLOCKS
-    # Of the groups' blocks, programs take runs, so that one adds a group's partials up but once.
+    # Of the groups' blocks, programs take runs, so that one reads a group's x Aᵀ but once.
     of_groups = tl.load(work) * GROUP_BLOCKS
     run = tl.cdiv(of_groups, tl.num_programs(0))
     unit = tl.program_id(0) * run
@@ -250,7 +253,8 @@ def bgmv_expand(
     programs = tl.num_programs(0)
     busy = tl.cdiv(of_groups, tl.maximum(run, 1))
     first = (tl.program_id(0) + programs - busy) % programs
-    for block in range(first, tl.load(work + 1) * BLOCKS, programs):
+    first, end, step = share_of(tl.load(work + 1) * BLOCKS, first, programs, IN_RUNS)
+    for block in range(first, end, step):
         single = block // BLOCKS
         m, column = block_of(block % BLOCKS, B0, B1, BN, M)
         slot = tl.load(work + 2 + tokens // 2 * 17 + single)

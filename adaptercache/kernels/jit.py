@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["kernel", "pick"]
+__all__ = ["kernel", "pick", "share_of"]
 
 # Numbers that only shift addresses, and tables that are read one number at a time: what they are
 # makes no other binary. Of x and y it matters, since they are read sixteen bytes at a time.
@@ -34,3 +34,12 @@ def pick(m, v0, v1, v2, M: tl.constexpr):
     if M > 2:
         v = tl.where(m == 2, v2, v)
     return v
+
+
+@triton.jit
+def share_of(units, program, programs, IN_RUNS: tl.constexpr):
+    """A program's units, as a range: in a run, side by side in memory, or every so many."""
+    if IN_RUNS:
+        each = tl.cdiv(units, programs)
+        return program * each, tl.minimum(program * each + each, units), 1
+    return program, units, programs

@@ -62,8 +62,10 @@ class LoraStack:
         self.start.fill_(-1)
         self._index = {(s.layer, s.module): i for i, s in enumerate(layout.sites)}
         self._work: dict[int, WorkBuffer] = {}
-        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
-        self._counters = torch.empty(0, dtype=torch.int32, device=device)
+        # Captured graphs write to what they were captured with, so what was outgrown stays. Each is
+        # at least twice the one before, so all are no more than twice the last.
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        self._scratch = [(nothing, nothing.int())]
 
     @classmethod
     def from_dense(
@@ -148,18 +150,20 @@ class LoraStack:
         Raises:
             RuntimeError: they would have to grow while a CUDA graph is captured.
         """
-        if self._scratch.numel() < numel or self._counters.numel() < counters:
+        sums, zeros = self._scratch[-1]
+        if sums.numel() < numel or zeros.numel() < counters:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "LoRA scratch is too small: call warmup, or run this batch once, then capture"
                 )
-            numel, counters = (
-                max(numel, self._scratch.numel()),
-                max(counters, self._counters.numel()),
-            )
-            self._scratch = torch.empty(numel, dtype=torch.float32, device=self.device)
-            self._counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
-        return self._scratch, self._counters
+            if sums.numel() < numel:
+                size = max(numel, 2 * sums.numel())
+                sums = torch.empty(size, dtype=torch.float32, device=self.device)
+            if zeros.numel() < counters:
+                size = max(counters, 2 * zeros.numel())
+                zeros = torch.zeros(size, dtype=torch.int32, device=self.device)
+            self._scratch.append((sums, zeros))
+        return sums, zeros
 
     def row(self, spec: VectorSpec, pages: Sequence[int]) -> Tensor:
         """The row of ``table`` for an adapter in these pages: ``int32 [row]`` in CPU memory."""

@@ -33,6 +33,7 @@ class Bgmv:
     expand_warps: int
     shrink_stages: int
     expand_stages: int
+    in_runs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) 
         expand_warps=rank_class // 64 if rank_class >= 256 else 2 if bn * rank_class >= 1024 else 1,
         shrink_stages=3,
         expand_stages=1,
+        in_runs=True,
     )
 
 

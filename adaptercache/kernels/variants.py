@@ -75,7 +75,7 @@ def _bgmv_pair(
     splits, group_splits = -(-k // blocks.bk), -(-k // blocks.group_bk)
     room = max(splits, group_splits)
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
-    paged = _paged(device, dtype, page_elems, rows, aligned)
+    paged = _paged(device, dtype, page_elems, rows, aligned) | {"IN_RUNS": blocks.in_runs}
     shrink = {
         **{"K": k, "M": len(widths), "RANK": rank_class, "BK": blocks.bk, **paged},
         **{"GROUP_BK": blocks.group_bk, "DOT_BK": blocks.dot_bk, "STAGES": blocks.shrink_stages},

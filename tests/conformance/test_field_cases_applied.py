@@ -251,4 +251,4 @@ def test_an_adapter_given_as_the_base_model_is_recognised(tmp_path: Path, what: 
     given: Any = {"folder": tmp_path, "file": tmp_path / "adapter_config.json", "content": config}
     with pytest.raises(AdapterInvalid, match="an adapter's config") as raised:
         LoraLayout.from_config(given[what])
-    assert "base_model_name_or_path" in raised.value.remedy
+    assert "base_model_name_or_path" in str(raised.value.expected)

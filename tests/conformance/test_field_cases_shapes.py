@@ -149,6 +149,22 @@ def test_a_weight_that_the_arena_cannot_hold_is_refused_and_none_becomes_infinit
 
 
 @pytest.mark.parametrize(
+    "path", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"]
+)
+def test_what_one_rank_refuses_all_do(tiny: Any, path: str) -> None:
+    """Row 85: of a model that is cut, each rank holds a part; one that can't be held in the part of
+    a single rank is refused on all, so that none of them serves it."""
+    tensors, config = tiny.tensors(0, targets=("q_proj", "down_proj"))
+    side, at = ("B", (0, 0)) if "q_proj" in path else ("A", (0, 0))
+    tensors[f"base_model.model.{path}.lora_{side}.weight"][at] = 1e6
+    checkpoint = checkpoint_from_tensors(tensors, config, tiny.layout.base)
+    for rank in (0, 1):
+        layout = LoraLayout(tiny.layout.base, max_rank=16, dtype="float16", tp_rank=rank, tp_size=2)
+        with pytest.raises(AdapterInvalid, match="too large for float16"):
+            pack(checkpoint, layout)
+
+
+@pytest.mark.parametrize(
     "dtype",
     [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2],
     ids=str,

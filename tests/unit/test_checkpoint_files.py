@@ -209,6 +209,23 @@ def test_a_broken_pickle_is_refused(tmp_path: Path) -> None:
         read_checkpoint(tmp_path, BASE, options=ALLOW)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1).expand(1 << 30, 4),  # a few bytes that pose as 16 GiB
+        torch.ones(4, 4).to_sparse(),
+        torch.ones(4, 4, device="meta"),
+    ],
+    ids=["expanded", "sparse", "meta"],
+)
+def test_a_pickled_tensor_without_its_own_elements_is_refused(
+    tmp_path: Path, tensor: torch.Tensor
+) -> None:
+    content = {A: tensor, B: torch.ones(4, 1)}
+    with pytest.raises(AdapterInvalid, match="dense tensors"):
+        read_checkpoint(pickled(tmp_path, content), BASE, options=ALLOW)
+
+
 # Whatever is changed, only our errors come out.
 
 

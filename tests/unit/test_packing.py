@@ -83,6 +83,26 @@ def test_weights_too_large_for_float16_are_refused(tmp_path: Path) -> None:
         pack(saved(tmp_path, tensors, config), layout)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "file_dtype", "value"),
+    [
+        ("float16", torch.bfloat16, 1e6),
+        ("bfloat16", torch.float32, 3.4e38),  # rounds up to infinity
+        ("bfloat16", torch.float64, -1e300),
+        ("float32", torch.float64, 1e39),
+    ],
+)
+@pytest.mark.parametrize("side", [0, 1])
+def test_no_weight_becomes_infinite(
+    dtype: str, file_dtype: torch.dtype, value: float, side: int, tmp_path: Path
+) -> None:
+    layout = LoraLayout.from_config(CONFIG, max_rank=64, dtype=dtype)
+    tensors, config = random_adapter(LAYOUT.base, rank=4, dtype=file_dtype)
+    list(tensors.values())[side][0, 0] = value
+    with pytest.raises(AdapterInvalid, match=f"too large for {dtype}"):
+        pack(saved(tmp_path, tensors, config), layout)
+
+
 def test_a_rank_over_the_maximum_is_refused_by_name(tmp_path: Path) -> None:
     layout = LoraLayout.from_config(CONFIG, max_rank=3, dtype="float32")
     tensors, config = random_adapter(LAYOUT.base, rank=4)
