@@ -124,12 +124,6 @@ def _has_layer(path: str) -> bool:
 alphas = st.one_of(st.integers(1, 64), st.floats(0.5, 64, width=32))
 
 
-def _patterns(keys: SearchStrategy[str], values: SearchStrategy[Any]) -> SearchStrategy[Any]:
-    # In the order of the file, so that the live model is that of the file.
-    drawn = st.dictionaries(keys, values, max_size=3)
-    return drawn.map(lambda found: dict(sorted(found.items())))
-
-
 @st.composite
 def adapters(draw: DrawFn, family: str) -> Adapter:
     """An adapter of a family. PEFT may refuse the options, where nothing is left to adapt."""
@@ -139,8 +133,8 @@ def adapters(draw: DrawFn, family: str) -> Adapter:
         "r": draw(st.integers(1, 8)),
         "lora_alpha": draw(alphas),
         "use_rslora": draw(st.booleans()),
-        "rank_pattern": draw(_patterns(keys, st.integers(1, 8))),
-        "alpha_pattern": draw(_patterns(keys, alphas)),
+        "rank_pattern": draw(st.dictionaries(keys, st.integers(1, 8), max_size=3)),
+        "alpha_pattern": draw(st.dictionaries(keys, alphas, max_size=3)),
         "init_lora_weights": draw(st.sampled_from([True, False, "gaussian"])),
     }
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))

@@ -23,7 +23,17 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["FAMILIES", "LINEAR", "Linear", "base_model", "forwards", "merged", "quiet", "save"]
+__all__ = [
+    "FAMILIES",
+    "LINEAR",
+    "Linear",
+    "NotLoadable",
+    "base_model",
+    "forwards",
+    "merged",
+    "quiet",
+    "save",
+]
 
 SIZES = {
     "hidden_size": 32,
@@ -154,14 +164,23 @@ def save(
         model.save_pretrained(path)
 
 
+class NotLoadable(Exception):
+    """PEFT can't load what it saved: in the file's order, patterns give other ranks."""
+
+
 def _load(path: Path, family: str, dtype: torch.dtype) -> Any:
     """The saved adapter on its base, by PEFT. The casts to ``dtype`` are exact."""
     base = base_model(family, dtype)
     for module in base.modules():  # tied weights would take each other's update
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
-    with quiet():
-        model = peft.PeftModel.from_pretrained(base, path)
+    try:
+        with quiet():
+            model = peft.PeftModel.from_pretrained(base, path)
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise NotLoadable from error
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.to(dtype)
@@ -173,6 +192,9 @@ def merged(path: Path, family: str) -> dict[str, Tensor]:
 
     All the matrices are there, those that it leaves alone as zeros. Of a linear layer
     ``[out, in]``, whichever way the model stores it.
+
+    Raises:
+        NotLoadable: as it says.
     """
     model = _load(path, family, torch.float64)
     before = _weights(base_model(family, torch.float64))
@@ -207,7 +229,11 @@ class Linear:
 
 
 def forwards(path: Path, family: str, tokens: int = 7) -> list[Linear]:
-    """A forward of PEFT's unmerged model, as seen by each of its adapted linear layers."""
+    """A forward of PEFT's unmerged model, as seen by each of its adapted linear layers.
+
+    Raises:
+        NotLoadable: as it says.
+    """
     model = _load(path, family, torch.float32)
     seen: list[Linear] = []
 

@@ -23,12 +23,12 @@ from trip_options import Adapter, adapters
 from adaptercache import AdapterCache, LoraLayout
 from adaptercache.base_model import BaseModel
 from adaptercache.checkpoint import LoraWeights, read_checkpoint
-from adaptercache.errors import AdapterUnsupported
+from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 from adaptercache.kernels import add_lora
 
 MOST = settings.default.max_examples
 a_few = settings(
-    max_examples=12 if MOST <= 100 else MOST,
+    max_examples=8 if MOST <= 100 else MOST,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 each_family = pytest.mark.parametrize("family", trips.FAMILIES)
@@ -59,8 +59,14 @@ def saved(family: str, adapter: Adapter) -> Iterator[Path]:
 def test_our_delta_is_what_pefts_merge_adds(family: str, data: st.DataObject) -> None:
     adapter = data.draw(adapters(family))
     with saved(family, adapter) as path:
-        checkpoint = read_checkpoint(path, BaseModel.from_model(trips.base_model(family)))
-        added = trips.merged(path, family)
+        base = BaseModel.from_model(trips.base_model(family))
+        try:
+            added = trips.merged(path, family)
+        except trips.NotLoadable:
+            with pytest.raises(AdapterInvalid, match="rank"):
+                read_checkpoint(path, base)
+            return
+        checkpoint = read_checkpoint(path, base)
         adapted = {name for name, delta in added.items() if delta.any()}
         assert set(checkpoint.modules) == adapted
         for name in adapted:
@@ -83,6 +89,10 @@ def test_add_lora_gives_pefts_unmerged_output(family: str, data: st.DataObject) 
     adapter = data.draw(adapters(family))
     layout = LoraLayout.from_config(trips.config_of(family), max_rank=16, dtype="float32")
     with saved(family, adapter) as path, cache_of(layout, path.parent) as cache:
+        try:
+            linears = trips.forwards(path, family)
+        except trips.NotLoadable:
+            reject()
         modules = read_checkpoint(path, layout.base).modules
         elsewhere = [
             name
@@ -95,7 +105,6 @@ def test_add_lora_gives_pefts_unmerged_output(family: str, data: st.DataObject) 
                 lease.result(10)
             assert any(f"LoRA on {name}" in str(raised.value) for name in elsewhere)
             return
-        linears = trips.forwards(path, family)
         assert {linear.path for linear in linears} == set(modules)
         with lease:
             for linear in linears:
