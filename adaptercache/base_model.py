@@ -269,7 +269,11 @@ def _through_transformers(content: Mapping[str, Any], model_type: str) -> BaseMo
         config = transformers.AutoConfig.for_model(**content)
         build = getattr(transformers, str((content.get("architectures") or [""])[0]), None)
         if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
-            build = transformers.AutoModelForCausalLM.from_config
+            # Saved models name their class; of a config that was made in memory the type tells.
+            speaks = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            auto = "AutoModelForImageTextToText" if sees and not speaks else "AutoModelForCausalLM"
+            build = getattr(transformers, auto).from_config
         with torch.device("meta"):
             return BaseModel.from_model(build(config))
     except Exception as error:  # whatever a model class raises on a config that it can't take

@@ -141,6 +141,10 @@ def open_caches(
 # Memory that nobody wrote reads as NaN, so a kernel that reads it fails loudly.
 
 
+with torch.device("meta"):
+    torch.empty(0)  # at its first use torch notes which functions to redirect: the unpoisoned ones
+
+
 def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(make)
     def make_and_poison(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -33,6 +33,7 @@ class LoraConfig:
     rank_patterns: tuple[tuple[Pattern, int], ...]
     alpha_patterns: tuple[tuple[Pattern, float], ...]
     target_parameters: tuple[str, ...]
+    ties_weights: bool
     peft_version: tuple[int, ...]
 
     @classmethod
@@ -63,6 +64,7 @@ class LoraConfig:
                 for key, value in _patterns(config, "alpha_pattern").items()
             ),
             target_parameters=_names(config.get("target_parameters"), "target_parameters"),
+            ties_weights=_flag(config.get("ensure_weight_tying"), "ensure_weight_tying"),
             peft_version=_version(config.get("peft_version")),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from adaptercache.base_model import BaseModel, BaseModule
@@ -69,11 +70,8 @@ def _place(
     first, path = pairs[0], names.find(pairs[0].module)
     if path is None and any(pair.is_embedding for pair in pairs):
         return []
-    if path is None and (stacked := names.stacked(first.module)):
-        experts = read_experts(pairs, stacked, config, options)
-        return [Piece(target, weights) for target, weights in experts.items()]
-    if path is None and (split := names.split_experts(first.module)):
-        return unstacked_pieces(read_experts(pairs, split, config, options), names)
+    if path is None and (pieces := _place_in_parameters(pairs, names, config, options)):
+        return pieces
     if len(pairs) > 1 or first.depth > 0:
         raise AdapterUnsupported(
             "several LoRA of one module",
@@ -82,8 +80,41 @@ def _place(
         )
     if path is None:
         return fused_pieces(canonical(first.module), _weights(first, config), names)
-    _check_shape(first, path, names.module(path))
-    return [Piece(path, _weights(first, config))]
+    pair = _of_the_module(first, names.module(path), config)
+    _check_shape(pair, path, names.module(path))
+    return [Piece(path, _weights(pair, config))]
+
+
+def _place_in_parameters(
+    pairs: Sequence[Pair], names: BaseNames, config: LoraConfig, options: ReadOptions
+) -> list[Piece]:
+    """What the experts get that lie in a module as its parameters; nothing where there are none."""
+    path = pairs[0].module
+    for other in names.bare_matrices(path):
+        if config.targets_parameter(other):
+            raise AdapterUnsupported(
+                f"LoRA of the parameter {other}",
+                where=path,
+                remedy="train it on linear layers, embeddings or experts",
+            )
+    if stacked := names.stacked(path):
+        experts = read_experts(pairs, stacked, config, options)
+        return [Piece(target, weights) for target, weights in experts.items()]
+    if split := names.split_experts(path):
+        return unstacked_pieces(read_experts(pairs, split, config, options), names)
+    return []
+
+
+def _of_the_module(pair: Pair, module: BaseModule, config: LoraConfig) -> Pair:
+    """The pair in the module's own orientation, also where PEFT adapted its bare weight.
+
+    As a parameter the weight is adapted as it is stored: of a conv1d ``[in, out]``, of an embedding
+    ``[vocabulary, hidden]``. So the module's matrix gets (b a)ᵀ, which is aᵀ bᵀ.
+    """
+    is_stored_transposed = module.kind in ("conv1d", "embedding") and not pair.is_embedding
+    if not is_stored_transposed or not config.targets_parameter(f"{pair.module}.weight"):
+        return pair
+    return replace(pair, a=pair.b.T, b=pair.a.T, is_embedding=module.kind == "embedding")
 
 
 def _weights(pair: Pair, config: LoraConfig) -> LoraWeights:
@@ -98,6 +129,12 @@ def _weights(pair: Pair, config: LoraConfig) -> LoraWeights:
             expected="A [rank, in], B [out, rank]",
         )
     if rank != expected:
+        if config.ties_weights and not any(part.isdecimal() for part in path.split(".")):
+            raise AdapterUnsupported(
+                "tied embedding and head of different ranks (ensure_weight_tying)",
+                where=path,
+                remedy="give them one rank",
+            )
         raise AdapterInvalid(
             "the tensors disagree with the config's rank",
             where=path,

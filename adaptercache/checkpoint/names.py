@@ -7,6 +7,7 @@ are both brought into one form, in which wrappers and the place of the language 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -111,6 +112,7 @@ class BaseNames:
         self._base = base
         self._by_form: dict[str, list[str]] = {}
         self._stacked: dict[str, dict[str, BaseModule]] = {}
+        self._bare_matrices: dict[str, list[str]] = {}
         self._experts: dict[str, dict[str, list[BaseModule]]] = {}
         for path, module in base.modules.items():
             form = canonical(path)
@@ -121,6 +123,8 @@ class BaseNames:
                 self._stacked.setdefault(parent, {})[path] = module
             elif number.isdecimal() and owner.endswith("experts"):
                 self._experts.setdefault(owner, {}).setdefault(leaf, []).append(module)
+            elif module.kind == "parameter" and len(module.shape) == 2:
+                self._bare_matrices.setdefault(parent, []).append(path)
         self._language_parts = {form.partition(".")[0] for form in self._by_form} | _LANGUAGE_PARTS
 
     def module(self, path: str) -> BaseModule:
@@ -148,6 +152,11 @@ class BaseNames:
     def stacked(self, path: str) -> dict[str, BaseModule]:
         """The three-dimensional parameters that lie directly in a module, by their own paths."""
         return self._stacked.get(canonical(path), {})
+
+    def bare_matrices(self, path: str) -> Sequence[str]:
+        """The two-dimensional parameters in a module, such as biases of experts, by their own
+        paths. (One that is called ``weight`` counts as a module itself.)"""
+        return self._bare_matrices.get(canonical(path), ())
 
     def split_experts(self, path: str) -> dict[str, BaseModule]:
         """The parameters that a module's experts would be if they were stacked, by canonical path.

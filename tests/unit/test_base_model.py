@@ -60,6 +60,12 @@ def test_the_built_in_table_is_that_of_transformers(model_type: str) -> None:
     assert BaseModel.from_config(content).modules == BaseModel.from_model(live).modules
 
 
+def test_a_multimodal_config_need_not_say_its_architecture() -> None:
+    pytest.importorskip("transformers", minversion="5")
+    content = {**config_of("tiny-llava.tf5.24"), "architectures": None}
+    assert BaseModel.from_config(content).modules == table_of("tiny-llava.tf5.24").modules
+
+
 def test_a_model_that_nobody_knows_is_unsupported() -> None:
     with pytest.raises(AdapterUnsupported, match="no-such-model"):
         BaseModel.from_config({**SMALL, "model_type": "no-such-model"})

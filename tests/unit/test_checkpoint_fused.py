@@ -232,3 +232,15 @@ def test_a_lone_stack_that_fits_two_parameters_needs_the_configs_word() -> None:
         read(lone, square)
     named = read(lone, square, target_parameters=["experts.up_proj"])
     assert list(named.modules) == [f"{MLP}.experts.up_proj"]
+
+
+@pytest.mark.parametrize("targets", [["gate_up_proj_bias"], ["gate_up_proj", "gate_up_proj_bias"]])
+def test_lora_of_the_experts_biases_is_refused_by_name(targets: list[str]) -> None:
+    biased = BaseModel(
+        {
+            **STACKED.modules,
+            f"{MLP}.experts.gate_up_proj_bias": BaseModule("parameter", (E, 2 * INNER)),
+        }
+    )
+    with pytest.raises(AdapterUnsupported, match="gate_up_proj_bias"):
+        read(stacked_lora(), biased, target_parameters=[f"experts.{name}" for name in targets])
