@@ -11,6 +11,8 @@ import torch
 
 from adaptercache.checkpoint.json_object import parse_object
 from adaptercache.checkpoint.options import ReadOptions
+from adaptercache.checkpoint.pickle_file import read_pickle
+from adaptercache.checkpoint.regular_file import open_regular
 from adaptercache.checkpoint.safetensors_file import open_safetensors
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported, LoadFailed
 
@@ -19,7 +21,7 @@ __all__ = ["read_config", "read_tensors"]
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
-_LARGEST_CONFIG = 16 << 20
+_LARGEST_CONFIG = 4 << 20
 
 _OTHER_LAYOUTS = {
     "adapters.safetensors": "the layout of MLX-LM",
@@ -33,18 +35,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The content of ``adapter_config.json``, bounded in size and depth.
 
     Raises:
-        AdapterInvalid: it (or the directory) is missing, too large or no JSON object.
+        AdapterInvalid: it (or the directory) is missing, too large, no file or no JSON object.
         LoadFailed: the operating system can't read it.
     """
     path = directory / _CONFIG
     with _reading(path):
         if not directory.is_dir():
             raise AdapterInvalid("there is no such adapter directory", where=str(directory))
-        if not path.is_file():
+        if not path.exists():
             raise AdapterInvalid(
                 "the adapter has no config", where=str(directory), expected=_CONFIG
             )
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(_LARGEST_CONFIG + 1)
     if len(data) > _LARGEST_CONFIG:
         raise AdapterInvalid(
@@ -56,12 +58,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
-    """The tensors of the weights file by name: of safetensors always first, as mapped views.
+    """The tensors of the weights file by name: of safetensors always first.
 
     Raises:
         AdapterInvalid: there is no weights file, or it is broken.
         AdapterUnsupported: there is only a pickle, or another tool's layout; or tokens were added.
-        LoadFailed: the operating system can't read it.
+        LoadFailed: the operating system can't read it, or it was changed meanwhile.
     """
     with _reading(directory):
         if (directory / "new_embeddings.safetensors").exists():
@@ -70,39 +72,17 @@ def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tenso
                 where=str(directory),
                 remedy="merge it into the base model",
             )
-        if (directory / _WEIGHTS).is_file():
+        if (directory / _WEIGHTS).exists():
             return open_safetensors(directory / _WEIGHTS)
         for name in _PICKLES:
-            if (directory / name).is_file():
-                return _read_pickle(directory / name, options)
+            if (directory / name).exists():
+                return read_pickle(directory / name, options)
         for name, layout in _OTHER_LAYOUTS.items():
             if (directory / name).exists():
                 raise AdapterUnsupported(
                     layout, where=str(directory / name), remedy="convert it to PEFT's layout"
                 )
     raise AdapterInvalid("the adapter has no weights file", where=str(directory), expected=_WEIGHTS)
-
-
-def _read_pickle(path: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
-    if not options.allow_pickle:
-        raise AdapterUnsupported(
-            f"weights in a pickle ({path.name})",
-            where=str(path),
-            remedy="save it as safetensors, or read it with ReadOptions(allow_pickle=True)",
-        )
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken pickle raises whatever it likes
-        raise AdapterInvalid("the pickle can't be read", where=str(path), found=error) from error
-    sound = isinstance(tensors, dict) and all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor)
-        for name, tensor in tensors.items()
-    )
-    if not sound:
-        raise AdapterInvalid(
-            "the pickle holds something else", where=str(path), expected="tensors by name"
-        )
-    return dict(tensors)
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def test_a_file_that_the_system_cannot_read_is_a_failed_load(
         raise PermissionError(13, "Permission denied")
 
     adapter(tmp_path)
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(LoadFailed, match="Permission denied"):
         read_checkpoint(tmp_path, BASE)
 
