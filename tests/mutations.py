@@ -121,7 +121,7 @@ def edit_config(draw: Any, text: bytes) -> bytes:
     if not places:
         return json.dumps(value).encode()
     container, key = draw(st.sampled_from(places))
-    match draw(st.sampled_from(["replace", "replace", "take out", "rename", "twice"])):
+    match draw(st.sampled_from(["replace"] * 6 + ["take out", "rename", "rename", "twice"])):
         case "replace":
             container[key] = value
         case "take out":
