@@ -12,33 +12,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from adaptercache.errors import AdapterInvalid, AdapterUnsupported
+from adaptercache.base_module import BaseModule, ModuleKind, broken_base
+from adaptercache.errors import AdapterUnsupported
+from adaptercache.families import modules_by_config
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["BaseModel", "BaseModule", "ModuleKind"]
-
-ModuleKind: TypeAlias = Literal["linear", "conv1d", "embedding", "parameter"]
-
-
-@dataclass(frozen=True, slots=True)
-class BaseModule:
-    """One weight of the base model.
-
-    Args:
-        kind: ``"conv1d"`` is the transposed linear layer of GPT-2; ``"parameter"`` is a bare
-            parameter, such as the stacked experts of a MoE layer.
-        shape: linear and conv1d ``(out, in)``; embedding ``(vocabulary, hidden)``; a parameter its
-            own shape.
-        is_transposed: of a parameter: its module's class says that it is ``[experts, in, out]``.
-    """
-
-    kind: ModuleKind
-    shape: tuple[int, ...]
-    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,15 +68,15 @@ class BaseModel:
         """
         content = config if isinstance(config, Mapping) else _read_config(Path(config))
         if "peft_type" in content or "lora_alpha" in content:
-            raise _broken("config", "an adapter's config", "that of its base_model_name_or_path")
+            raise broken_base(
+                "config", "an adapter's config", "that of its base_model_name_or_path"
+            )
         model_type = content.get("model_type")
         if not isinstance(model_type, str):
-            raise _broken("model_type", model_type, "a string")
-        family, head = _FAMILIES.get(model_type), _head_of(content)
-        if family is None or head is None:
+            raise broken_base("model_type", model_type, "a string")
+        modules: Mapping[str, BaseModule] | None = modules_by_config(model_type, content)
+        if modules is None:
             modules = _through_transformers(content, model_type).modules
-        else:
-            modules = dict(_decoder(_Fields(content), family, head))
         dtype = str(content.get("dtype") or content.get("torch_dtype") or "")
         return cls(modules, model_type, dtype.removeprefix("torch."), _heads(content.get))
 
@@ -133,7 +116,7 @@ def _table_entry(path: str, entry: Mapping[str, object]) -> BaseModule:
     shape = entry.get("out_in", entry.get("shape"))
     sound = isinstance(shape, (list, tuple)) and all(type(n) is int and n > 0 for n in shape)
     if kind not in get_args(ModuleKind) or not sound:
-        raise _broken(path, dict(entry), f"one of {get_args(ModuleKind)} and a shape")
+        raise broken_base(path, dict(entry), f"one of {get_args(ModuleKind)} and a shape")
     return BaseModule(
         cast(ModuleKind, kind),
         tuple(cast("list[int]", shape)),
@@ -148,111 +131,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise _broken(str(file), error, "a config.json") from error
+        raise broken_base(str(file), error, "a config.json") from error
     if not isinstance(content, dict):
-        raise _broken(str(file), type(content).__name__, "a JSON object")
+        raise broken_base(str(file), type(content).__name__, "a JSON object")
     return content
-
-
-def _broken(where: str, found: object, expected: str) -> AdapterInvalid:
-    return AdapterInvalid(
-        "the base model's config or table is broken", where=where, found=found, expected=expected
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What a model class assumes where its config is silent; None: the field is required."""
-
-    head_dim: int | None = None
-    defaults_to_full_heads: bool = False
-    fused: bool = False
-
-
-_FAMILIES = {
-    "llama": _Family(defaults_to_full_heads=True),
-    "mistral": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(head_dim=128),
-    "gemma": _Family(head_dim=256),
-    "gemma2": _Family(head_dim=256),
-    "gemma3_text": _Family(head_dim=256),
-    "phi3": _Family(defaults_to_full_heads=True, fused=True),
-}
-
-_Head: TypeAlias = Literal["lm_head", "score", "none"]
-
-
-def _head_of(content: Mapping[str, Any]) -> _Head | None:
-    """What the architecture puts on top of the decoder; None: something that isn't built in."""
-    names = content.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else "ForCausalLM"
-    heads: dict[str, _Head] = {
-        "ForCausalLM": "lm_head",
-        "ForSequenceClassification": "score",
-        "Model": "none",
-    }
-    return next((head for ending, head in heads.items() if name.endswith(ending)), None)
-
-
-class _Fields:
-    """The numbers of a config, checked as they are read."""
-
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self._content = content
-
-    def number(self, key: str, default: int | None = None) -> int:
-        value = self._content.get(key)
-        if value is None:
-            value = default
-        if type(value) is not int or value <= 0:
-            raise _broken(key, value, "a positive integer")
-        return value
-
-    def labels(self) -> int:
-        names = self._content.get("id2label")
-        return len(names) if isinstance(names, Mapping) and names else self.number("num_labels", 2)
-
-
-def _decoder(fields: _Fields, family: _Family, head: _Head) -> Iterator[tuple[str, BaseModule]]:
-    hidden, vocabulary = fields.number("hidden_size"), fields.number("vocab_size")
-    body = "" if head == "none" else "model."
-    yield f"{body}embed_tokens", BaseModule("embedding", (vocabulary, hidden))
-    layer = _decoder_layer(fields, family)
-    for index in range(fields.number("num_hidden_layers")):
-        for name, shape in layer.items():
-            yield f"{body}layers.{index}.{name}", BaseModule("linear", shape)
-    # lm_head is a module of its own even where its weight is tied to embed_tokens.
-    if head == "lm_head":
-        yield "lm_head", BaseModule("linear", (vocabulary, hidden))
-    elif head == "score":
-        yield "score", BaseModule("linear", (fields.labels(), hidden))
-
-
-def _decoder_layer(fields: _Fields, family: _Family) -> dict[str, tuple[int, int]]:
-    hidden, inner = fields.number("hidden_size"), fields.number("intermediate_size")
-    heads = fields.number("num_attention_heads")
-    kv_heads = fields.number(
-        "num_key_value_heads", heads if family.defaults_to_full_heads else None
-    )
-    head_dim = fields.number("head_dim", family.head_dim or hidden // heads)
-    q, kv = heads * head_dim, kv_heads * head_dim
-    if family.fused:
-        return {
-            "self_attn.qkv_proj": (q + 2 * kv, hidden),
-            "self_attn.o_proj": (hidden, q),
-            "mlp.gate_up_proj": (2 * inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-    return {
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
 
 
 def _through_transformers(content: Mapping[str, Any], model_type: str) -> BaseModel:

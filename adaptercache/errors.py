@@ -31,6 +31,20 @@ __all__ = [
 ]
 
 
+_LONGEST_DETAIL = 500
+
+
+def _shown(text: str) -> str:
+    """Text from an adapter's files, fit for a terminal and a log: short, and in one line."""
+    if len(text) > _LONGEST_DETAIL:
+        text = f"{text[:_LONGEST_DETAIL]}..."
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
+
+
 class AdapterCacheError(Exception):
     """The root. ``adapter_id`` is the adapter concerned, or None where no id is known."""
 
@@ -40,8 +54,8 @@ class AdapterCacheError(Exception):
         self.adapter_id = adapter_id
 
     def __str__(self) -> str:
-        details = "; ".join(self._details())
-        text = f"{self.what} ({details})" if details else self.what
+        details = "; ".join(_shown(detail) for detail in self._details())
+        text = f"{_shown(self.what)} ({details})" if details else _shown(self.what)
         return f"adapter {self.adapter_id!r}: {text}" if self.adapter_id is not None else text
 
     def _details(self) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = ["Fetched", "Fetcher"]
 PIECE_BYTES = 8 << 20
 ROOM_WAIT_S = 30.0
 TRIES = 3
+_PACKED = re.compile(r"[0-9a-f]{64}\.safetensors", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,7 @@ class Fetcher:
         folder = self._disk.new_folder()
         try:
             files = source.files(key.adapter_id, key.revision)
-            for name in files:
-                if name in ("", ".", "..") or "/" in name or "\0" in name:
-                    raise AdapterInvalid("the source gives a file a strange name", found=repr(name))
+            _check_names(files)
             nbytes = sum(files.values())
             with self._claimed(nbytes):
                 for name, size in files.items():
@@ -194,6 +194,13 @@ class Fetcher:
             if copy is not None and copy.doomed and copy.idle:
                 self._ledger.evict(Tier.DISK, digest, "superseded")
         self.delete([digest])
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """A name never leads out of the folder, nor is it one that our packed files have there."""
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\0" in name or _PACKED.fullmatch(name):
+            raise AdapterInvalid("the source gives a file a strange name", found=f"{name!r:.200}")
 
 
 def _copy_file(source: Source, key: AdapterKey, name: str, size: int, to: Path) -> None:

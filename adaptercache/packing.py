@@ -194,15 +194,17 @@ def write_packed(
 
 def _header(layout: LoraLayout, content: Digest, spec: VectorSpec, crc32: int) -> bytes:
     """The file's beginning; its length doesn't depend on digest and checksum."""
+    facts = {
+        "format": _FORMAT,
+        "content_digest": content.hex(),
+        "layout_digest": layout.digest.hex(),
+        "ranks": json.dumps(spec.ranks),
+        "scalings": json.dumps([scaling.hex() for scaling in spec.scalings]),
+        "crc32": f"{crc32:08x}",
+    }
+    seal = zlib.crc32(json.dumps(facts).encode())  # a flipped bit in a scaling is a wrong adapter
     header = {
-        "__metadata__": {
-            "format": _FORMAT,
-            "content_digest": content.hex(),
-            "layout_digest": layout.digest.hex(),
-            "ranks": json.dumps(spec.ranks),
-            "scalings": json.dumps([scaling.hex() for scaling in spec.scalings]),
-            "crc32": f"{crc32:08x}",
-        },
+        "__metadata__": {**facts, "header_crc32": f"{seal:08x}"},
         "vector": {
             "dtype": _SAFETENSORS_NAMES[layout.dtype],
             "shape": [spec.elements],
@@ -218,39 +220,36 @@ def read_packed_header(path: Path, layout: LoraLayout) -> PackedFile:
     """The header of a packed file of ``layout``; the vector itself is not read.
 
     Raises:
-        AdapterInvalid: it is not a packed file, is of another layout, or is cut short.
+        AdapterInvalid: it is not a packed file, is of another layout, has a rank over the
+            layout's maximum, is cut short, or its header is not as it was written.
         OSError: it can't be read.
     """
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
         text = file.read(length) if length <= _MAX_HEADER else b""
         size = file.seek(0, os.SEEK_END)
     try:
-        header = json.loads(text)
-        meta, tensor = header["__metadata__"], header["vector"]
+        meta = json.loads(text)["__metadata__"]
         ranks = [int(rank) for rank in json.loads(meta["ranks"])]
         scalings = [float.fromhex(scaling) for scaling in json.loads(meta["scalings"])]
         spec = VectorSpec.of(layout, ranks, scalings)
-        nbytes = spec.elements * layout.itemsize
-        sound = (
-            meta["format"] == _FORMAT
-            and meta["layout_digest"] == layout.digest.hex()
-            and tensor["data_offsets"] == [0, nbytes]
-            and size == 8 + length + nbytes
-        )
-        found = PackedFile(
-            path,
-            8 + length,
-            nbytes,
-            spec,
-            bytes.fromhex(meta["content_digest"]),
-            int(meta["crc32"], 16),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content, crc32 = bytes.fromhex(meta["content_digest"]), int(meta["crc32"], 16)
+        as_written = _header(layout, content, spec, crc32)
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise _not_packed(path) from error
-    if not sound:
+    nbytes = spec.elements * layout.itemsize
+    is_whole = prefix + text == as_written and size == len(as_written) + nbytes
+    if not is_whole or spec.max_rank > layout.max_rank:
         raise _not_packed(path)
-    return found
+    return PackedFile(path, len(as_written), nbytes, spec, content, crc32)
 
 
 def _not_packed(path: Path) -> AdapterInvalid:

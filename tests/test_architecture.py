@@ -24,7 +24,17 @@ DECIDE = (
 )
 TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
 LAYERS = (
-    ("errors", "identity", "base_model", "sites", "tensor_parallel", "layout", "stats"),
+    (
+        "errors",
+        "identity",
+        "base_module",
+        "families",
+        "base_model",
+        "sites",
+        "tensor_parallel",
+        "layout",
+        "stats",
+    ),
     DECIDE,
     ("checkpoint", "packing", "convert", "merge", "kernels"),
     TIERS,

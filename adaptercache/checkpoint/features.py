@@ -96,7 +96,7 @@ def refuse_features(config: Mapping[str, Any], ignored: frozenset[str]) -> None:
         if value and looks_like_feature and not known:
             raise AdapterUnsupported(
                 f"the unknown option {key!r:.80}",
-                where=key,
+                where=key[:200],
                 remedy="if it doesn't change the maths, name it in ReadOptions.ignored_config_keys",
             )
 

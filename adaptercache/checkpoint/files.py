@@ -12,15 +12,17 @@ import torch
 from adaptercache.checkpoint.features import CONVERT
 from adaptercache.checkpoint.json_object import parse_object
 from adaptercache.checkpoint.options import ReadOptions
+from adaptercache.checkpoint.pickle_file import read_pickle
+from adaptercache.checkpoint.regular_file import open_regular
 from adaptercache.checkpoint.safetensors_file import open_safetensors
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported, LoadFailed
 
-__all__ = ["find_weights", "read_config", "read_object", "read_pickle", "read_tensors"]
+__all__ = ["find_weights", "read_config", "read_object", "read_tensors"]
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
-_LARGEST_CONFIG = 16 << 20
+_LARGEST_CONFIG = 4 << 20
 
 _OTHER_LAYOUTS = {
     "adapters.safetensors": ("the layout of MLX-LM", CONVERT),
@@ -34,14 +36,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The content of ``adapter_config.json``, bounded in size and depth.
 
     Raises:
-        AdapterInvalid: it (or the directory) is missing, too large or no JSON object.
+        AdapterInvalid: it (or the directory) is missing, too large, no file or no JSON object.
         LoadFailed: the operating system can't read it.
     """
     path = directory / _CONFIG
     with _reading(path):
         if not directory.is_dir():
             raise AdapterInvalid("there is no such adapter directory", where=str(directory))
-        if not path.is_file():
+        if not path.exists():
             raise AdapterInvalid(
                 "the adapter has no config", where=str(directory), expected=_CONFIG
             )
@@ -52,10 +54,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a config file, bounded in size and depth.
 
     Raises:
-        AdapterInvalid: it is too large or no JSON object.
+        AdapterInvalid: it is too large, no file or no JSON object.
         LoadFailed: the operating system can't read it.
     """
-    with _reading(path), path.open("rb") as file:
+    with _reading(path), open_regular(path) as file:
         data = file.read(_LARGEST_CONFIG + 1)
     if len(data) > _LARGEST_CONFIG:
         raise AdapterInvalid(
@@ -95,15 +97,15 @@ def find_weights(has: Callable[[str], bool], where: str) -> str | None:
 
 
 def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
-    """The tensors of the weights file by name: of safetensors always first, as mapped views.
+    """The tensors of the weights file by name: of safetensors always first.
 
     Raises:
         AdapterInvalid: there is no weights file, or it is broken.
         AdapterUnsupported: there is only a pickle, or another tool's layout; or tokens were added.
-        LoadFailed: the operating system can't read it.
+        LoadFailed: the operating system can't read it, or it was changed meanwhile.
     """
     with _reading(directory):
-        name = find_weights(lambda name: (directory / name).is_file(), str(directory))
+        name = find_weights(lambda name: (directory / name).exists(), str(directory))
         if name is None:
             raise AdapterInvalid(
                 "the adapter has no weights file", where=str(directory), expected=_WEIGHTS
@@ -121,33 +123,6 @@ def _refuse_pickle(path: Path, options: ReadOptions) -> None:
             where=str(path),
             remedy="save it as safetensors, or read it with ReadOptions(allow_pickle=True)",
         )
-
-
-def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickle by name, in memory. Nothing in it is executed (``weights_only``).
-
-    Raises:
-        AdapterInvalid: it can't be read, or holds something else than dense tensors by name.
-    """
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken pickle raises whatever it likes
-        raise AdapterInvalid("the pickle can't be read", where=str(path), found=error) from error
-    sound = isinstance(tensors, dict) and all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) and _is_dense(tensor)
-        for name, tensor in tensors.items()
-    )
-    if not sound:
-        raise AdapterInvalid(
-            "the pickle holds something else", where=str(path), expected="dense tensors by name"
-        )
-    return dict(tensors)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """It has its elements in memory, each its own: strides can make any size of a few bytes."""
-    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return is_plain and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from adaptercache.checkpoint.experts import read_experts
 from adaptercache.checkpoint.fused import Piece, assemble, fused_pieces, unstacked_pieces
 from adaptercache.checkpoint.names import BaseNames, canonical
 from adaptercache.checkpoint.options import ReadOptions
-from adaptercache.checkpoint.pairs import Contents, Pair, check_finite
+from adaptercache.checkpoint.pairs import Contents, Pair, check_values
 from adaptercache.checkpoint.weights import Checkpoint, LoraWeights, Skipped
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
@@ -39,8 +39,9 @@ def fit(
         tensors = [name for pair in pairs for name in pair.names]
         found = _place(pairs, names, config, options)
         if found:
+            largest = max(piece.weights.scaling for piece in found)
             for pair in pairs:
-                check_finite(pair)
+                check_values(pair, largest)
             pieces += found
             consumed += tensors
         elif options.text_only and not names.is_language(pairs[0].module):

@@ -7,8 +7,11 @@ add up and B is block-diagonal. Both are exact: no weight is changed, only copie
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -24,6 +27,7 @@ _FUSED = {
     "W_pack": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+_MOST_GROWN = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +57,24 @@ def fused_pieces(form: str, weights: LoraWeights, names: BaseNames) -> list[Piec
         AdapterInvalid: the base's modules have other sizes.
     """
     parent, _, leaf = form.rpartition(".")
-    parts = [names.find(f"{parent}.{part}") for part in _FUSED.get(leaf, ())]
+    parts = [_find_matrix(f"{parent}.{part}", names) for part in _FUSED.get(leaf, ())]
     found = [part for part in parts if part is not None]
     if found and len(found) == len(parts):
         return _cut(form, weights, found, names)
     for fused, members in _FUSED.items():
-        target = names.find(f"{parent}.{fused}")
+        target = _find_matrix(f"{parent}.{fused}", names)
         if target is not None and leaf in members:
             module, index = names.module(target), members.index(leaf)
             rows = _member_rows(parent, module, members, names)
             _expect(form, weights, rows[index], module.shape[1])
             return [Piece(target, weights, sum(rows[:index]))]
     return _expert_part(form, weights, names)
+
+
+def _find_matrix(path: str, names: BaseNames) -> str | None:
+    """The base's own path for a module of two dimensions: stacked experts are another thing."""
+    found = names.find(path)
+    return found if found is not None and len(names.module(found).shape) == 2 else None
 
 
 def unstacked_pieces(stacks: Mapping[str, ExpertWeights], names: BaseNames) -> list[Piece]:
@@ -113,10 +123,12 @@ def _expert_part(form: str, weights: LoraWeights, names: BaseNames) -> list[Piec
     """One expert's matrix onto the stacked parameter of all experts."""
     parent, _, leaf = form.rpartition(".")
     parent, _, number = parent.rpartition(".")
+    if not (number.isascii() and number.isdecimal() and str(int(number)) == number):
+        return []
     members = _FUSED["gate_up_proj"]
     wanted = "gate_up_proj" if leaf in members else leaf
     for target, module in names.stacked(parent).items():
-        if target.rpartition(".")[2] != wanted or not number.isdecimal():
+        if target.rpartition(".")[2] != wanted:
             continue
         experts, rows, columns = module.shape
         if int(number) >= experts or module.is_transposed:
@@ -141,12 +153,14 @@ def assemble(pieces: Sequence[Piece], base: BaseModel) -> dict[str, Weights]:
     """The pieces by module of the base, in the base's order; parts of one module are joined.
 
     Raises:
-        AdapterInvalid: a module is given twice.
-        AdapterUnsupported: parts of one module have different scalings.
+        AdapterInvalid: a module, or a part of it, is given twice.
+        AdapterUnsupported: parts of one module have different scalings, or take too much memory
+            once they are joined.
     """
     by_target: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_target.setdefault(piece.target, []).append(piece)
+    _check_growth(by_target, base)
     return {
         path: _joined(path, module, by_target[path])
         for path, module in base.modules.items()
@@ -154,10 +168,41 @@ def assemble(pieces: Sequence[Piece], base: BaseModel) -> dict[str, Weights]:
     }
 
 
+def _check_growth(by_target: Mapping[str, Sequence[Piece]], base: BaseModel) -> None:
+    """Joined, a few experts take the room of all: a small file must not become a huge adapter."""
+    held = grown = 0
+    for path, pieces in by_target.items():
+        if pieces[0].first_row is not None:
+            *experts, rows, columns = base.modules[path].shape
+            rank, itemsize = _joined_rank(pieces), _joined_dtype(pieces).itemsize
+            grown += math.prod(experts) * rank * (rows + columns) * itemsize
+            held += sum(piece.weights.a.nbytes + piece.weights.b.nbytes for piece in pieces)
+    if grown > max(_MOST_GROWN, 8 * held):
+        raise AdapterUnsupported(
+            f"parts of fused or stacked modules that take {grown} bytes once joined, of {held}",
+            remedy="save all of their experts, or use a base model that keeps them apart",
+        )
+
+
+def _joined_rank(pieces: Sequence[Piece]) -> int:
+    """The ranks of the parts of one matrix add up; of several experts, the largest sum counts."""
+    ranks: Counter[int] = Counter()
+    for piece in pieces:
+        ranks[piece.expert] += piece.weights.rank
+    return max(ranks.values())
+
+
+def _joined_dtype(pieces: Sequence[Piece]) -> torch.dtype:
+    """One that holds both dtypes of a mixed file exactly."""
+    dtypes = [tensor.dtype for piece in pieces for tensor in (piece.weights.a, piece.weights.b)]
+    return reduce(torch.promote_types, dtypes)
+
+
 def _joined(path: str, module: BaseModule, pieces: list[Piece]) -> Weights:
     if len(pieces) == 1 and pieces[0].first_row is None:
         return pieces[0].weights
-    if any(piece.first_row is None for piece in pieces):
+    places = {(piece.expert, piece.first_row) for piece in pieces}
+    if len(places) < len(pieces) or any(row is None for _, row in places):
         raise AdapterInvalid(
             "the adapter gives a module twice, fused and apart", where=path, expected="one of them"
         )
@@ -182,19 +227,14 @@ def _block_diagonal(
     """``a [experts, rank, columns]`` and ``b [experts, rows, rank]``, zero outside the pieces."""
     *leading, rows, columns = module.shape
     experts = leading[0] if leading else 1
+    rank, dtype = _joined_rank(pieces), _joined_dtype(pieces)
+    a = torch.zeros(experts, rank, columns, dtype=dtype)
+    b = torch.zeros(experts, rows, rank, dtype=dtype)
     filled = [0] * experts
-    starts = []
     for piece in pieces:
-        starts.append(filled[piece.expert])
-        filled[piece.expert] += piece.weights.rank
-    dtype = pieces[0].weights.a.dtype
-    for piece in pieces:  # both dtypes of a mixed file fit the wider exactly
-        for tensor in (piece.weights.a, piece.weights.b):
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    a = torch.zeros(experts, max(filled), columns, dtype=dtype)
-    b = torch.zeros(experts, rows, max(filled), dtype=dtype)
-    for piece, start in zip(pieces, starts, strict=True):
-        ranks = slice(start, start + piece.weights.rank)
+        start = filled[piece.expert]
+        filled[piece.expert] = start + piece.weights.rank
+        ranks = slice(start, filled[piece.expert])
         first = piece.first_row or 0
         a[piece.expert, ranks] = piece.weights.a
         b[piece.expert, first : first + piece.weights.b.shape[0], ranks] = piece.weights.b

@@ -11,7 +11,10 @@ from adaptercache.checkpoint.features import unknown_tensor
 from adaptercache.checkpoint.names import BaseCopy, LoraName, Side, canonical, parse_name
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
-__all__ = ["Contents", "Pair", "check_finite", "sort_tensors"]
+__all__ = ["Contents", "Pair", "check_values", "sort_tensors"]
+
+_LARGEST_WEIGHT = torch.finfo(torch.float32).max
+_LARGEST_DELTA = 1e38
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -125,18 +128,32 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_finite(pair: Pair) -> None:
-    """Reads both tensors.
+def check_values(pair: Pair, scaling: float) -> None:
+    """Reads both tensors: ΔW is finite, in float32.
 
     Raises:
-        AdapterInvalid: one of them holds NaN or infinity.
+        AdapterInvalid: one of them holds NaN or infinity, or numbers so large that ΔW may.
     """
-    for name, tensor in zip(pair.names, (pair.a, pair.b), strict=True):
-        # One pass without a mask: NaN passes through both edges, and infinity is one of them.
-        if not all(bool(torch.isfinite(edge)) for edge in torch.aminmax(tensor)):
-            raise AdapterInvalid(
-                "the weights are not finite",
-                where=name,
-                found="NaN or infinity",
-                expected="numbers",
-            )
+    a, b = (
+        _largest(name, tensor) for name, tensor in zip(pair.names, (pair.a, pair.b), strict=True)
+    )
+    if not a * b * pair.a.shape[0] * max(1.0, scaling) < _LARGEST_DELTA:
+        raise AdapterInvalid(
+            "the weights are too large",
+            where=pair.module,
+            found=f"A up to {a:.3g}, B up to {b:.3g}, scaling {scaling:.3g}",
+            expected="a ΔW within float32",
+        )
+
+
+def _largest(name: str, tensor: torch.Tensor) -> float:
+    # One pass without a mask: NaN passes through both edges, and infinity is one of them.
+    low, high = (float(edge) for edge in torch.aminmax(tensor))
+    if not (low >= -_LARGEST_WEIGHT and high <= _LARGEST_WEIGHT):
+        raise AdapterInvalid(
+            "the weights are not finite",
+            where=name,
+            found="NaN, infinity, or a number beyond float32",
+            expected="numbers",
+        )
+    return max(-low, high)

@@ -4,7 +4,8 @@ PEFT matches each key K of ``rank_pattern`` and ``alpha_pattern`` as ``(.*\\.)?(
 module's path. K comes from a stranger, and Python's ``re`` backtracks: ``(a|a)*`` takes for ever.
 So a K without groups, alternatives or counts, and with at most one ``*`` or ``+``, goes to ``re``,
 which can't go far astray on a short path; any other is matched by walking the set of positions
-that it can have reached. All of it has one budget of steps for the whole adapter.
+that it can have reached. All of it, compiling included, has one budget of steps for the whole
+adapter. K is ASCII and spells no others: ``re`` takes milliseconds to compile a class of them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ __all__ = ["Pattern", "StepBudget"]
 _LONGEST_PATTERN = 1024
 _DEEPEST_GROUP = 32
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES = frozenset("dDsSwWbBAZnrtfv")
 
 
 class StepBudget:
-    """Steps that all the patterns of one adapter may take together: seconds. Not thread-safe."""
+    """Steps that all the patterns of one adapter may take together. Not thread-safe.
 
-    def __init__(self, steps: int = 10_000_000) -> None:
+    A step is a tenth of a microsecond, so all of them are half a second.
+    """
+
+    def __init__(self, steps: int = 5_000_000) -> None:
         self._left = steps
 
     def spend(self, steps: int) -> None:
@@ -55,14 +60,16 @@ class Pattern:
 
     def __init__(self, key: str, where: str, budget: StepBudget) -> None:
         self._where = f"{where}[{key[:80]!r}]"
+        self._key = key
         self._budget = budget
+        self._check_characters()
         source = rf"(.*\.)?({key})$"
         try:
-            if len(key) > _LONGEST_PATTERN:
-                raise ValueError(f"{len(key)} characters, more than {_LONGEST_PATTERN}")
+            self._spend(300 + 12 * len(key))
             self._compiled = re.compile(source)
-            is_simple = not set(key) & set("(|{?") and key.count("*") + key.count("+") <= 1
-            self._walk = None if is_simple else _Parser(source, self._where).parse()
+            self._repeats = key.count("*") + key.count("+")
+            is_simple = not set(key) & set("(|{?") and self._repeats <= 1
+            self._walk = None if is_simple else self._parsed(source)
         except (re.error, ValueError, OverflowError, RecursionError) as error:
             raise AdapterInvalid(
                 "not a regular expression", where=self._where, found=error
@@ -74,17 +81,56 @@ class Pattern:
         Raises:
             AdapterInvalid: the budget is spent.
         """
+        if self._walk is None:
+            self._spend(self._most_steps(path))
+            return self._compiled.match(path) is not None
         try:
-            self._budget.spend(1)
-            if self._walk is None:
-                return self._compiled.match(path) is not None
             return bool(self._walk(path, frozenset((0,)), self._budget))
         except _TooManySteps:
+            raise self._too_long() from None
+
+    def _check_characters(self) -> None:
+        if len(self._key) > _LONGEST_PATTERN:
             raise AdapterInvalid(
-                "the config's patterns take too long to match",
+                "not a regular expression",
                 where=self._where,
-                remedy="write fewer of them, without nested repetition",
-            ) from None
+                found=f"{len(self._key)} characters",
+                expected=f"at most {_LONGEST_PATTERN}",
+            )
+        if not self._key.isascii():
+            raise _unsupported("characters outside of ASCII", self._where)
+        for escaped in _ESCAPED.findall(self._key):
+            if escaped.isalnum() and escaped not in _ESCAPES:
+                raise _unsupported(f"\\{escaped}", self._where)
+
+    def _parsed(self, source: str) -> _Walk:
+        self._spend(100 * len(source))
+        return _Parser(source, self._where).parse()
+
+    def _most_steps(self, path: str) -> int:
+        """What ``re`` takes at worst: the key is tried after every dot, and from there with every
+        length of what it repeats."""
+        tries = path.count(".") * (len(path) if self._repeats else 2)
+        return 5 + tries * min(len(self._key), len(path)) // 256
+
+    def _spend(self, steps: int) -> None:
+        try:
+            self._budget.spend(steps)
+        except _TooManySteps:
+            raise self._too_long() from None
+
+    def _too_long(self) -> AdapterInvalid:
+        return AdapterInvalid(
+            "the config's patterns take too long to match",
+            where=self._where,
+            remedy="write fewer of them, without nested repetition",
+        )
+
+
+def _unsupported(what: str, where: str) -> AdapterUnsupported:
+    return AdapterUnsupported(
+        f"{what} in a pattern", where=where, remedy="write the pattern without it"
+    )
 
 
 _Positions: TypeAlias = frozenset[int]
@@ -97,7 +143,7 @@ def _atom(source: str) -> _Walk:
     match = re.compile(source).match
 
     def walk(text: str, starts: _Positions, budget: StepBudget) -> _Positions:
-        budget.spend(len(starts))
+        budget.spend(3 + 2 * len(starts))
         return frozenset(found.end() for start in starts if (found := match(text, start)))
 
     return walk
@@ -105,7 +151,10 @@ def _atom(source: str) -> _Walk:
 
 def _sequence(parts: list[_Walk]) -> _Walk:
     def walk(text: str, starts: _Positions, budget: StepBudget) -> _Positions:
+        budget.spend(2)
         for part in parts:
+            if not starts:
+                break
             starts = part(text, starts, budget)
         return starts
 
@@ -114,6 +163,7 @@ def _sequence(parts: list[_Walk]) -> _Walk:
 
 def _choice(branches: list[_Walk]) -> _Walk:
     def walk(text: str, starts: _Positions, budget: StepBudget) -> _Positions:
+        budget.spend(3 + len(starts))
         return frozenset().union(*(branch(text, starts, budget) for branch in branches))
 
     return walk
@@ -123,13 +173,14 @@ def _repeat(part: _Walk, least: int, most: int | None) -> _Walk:
     def walk(text: str, starts: _Positions, budget: StepBudget) -> _Positions:
         times = 0
         while starts and times < least:
-            budget.spend(1)
+            budget.spend(5)
             starts, times = part(text, starts, budget), times + 1
-        reached = fresh = starts
+        fresh, reached = starts, set(starts)
         while fresh and (most is None or times < most):
-            fresh = part(text, fresh, budget) - reached
-            reached, times = reached | fresh, times + 1
-        return reached
+            budget.spend(5 + len(fresh))
+            fresh, times = part(text, fresh, budget) - reached, times + 1
+            reached |= fresh
+        return frozenset(reached)
 
     return walk
 
@@ -183,9 +234,6 @@ class _Parser:
             self._skip_class()
             return _atom(self.source[start : self.at])
         if self._take("\\"):
-            escaped = self.source[self.at]
-            if escaped.isalnum() and escaped not in _ESCAPES:
-                self._refuse(f"\\{escaped}")
             self.at += 1
             return _atom(self.source[start : self.at])
         self.at += 1
@@ -215,6 +263,4 @@ class _Parser:
         return found
 
     def _refuse(self, what: str) -> None:
-        raise AdapterUnsupported(
-            f"{what} in a pattern", where=self.where, remedy="write the pattern without it"
-        )
+        raise _unsupported(what, self.where)

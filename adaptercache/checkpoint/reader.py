@@ -25,9 +25,10 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Reads the PEFT adapter in a directory and fits it to its base model.
 
-    The whole adapter is consumed, or refused by name; nothing in it is executed. The tensors are
-    views of the mapped file (see `open_safetensors`); each is read once here, to see that it is
-    finite. May block on the file system; safe to call from several threads.
+    The whole adapter is consumed, or refused by name; nothing in it is executed. Its tensors are in
+    memory of their own: what becomes of the files later doesn't matter. A file that is refused
+    costs at most twice its size in memory, or 32 MiB more. May block on the file system; safe to
+    call from several threads.
 
     Args:
         path: the directory of ``adapter_config.json`` and ``adapter_model.safetensors``.
@@ -37,7 +38,7 @@ def read_checkpoint(
     Raises:
         AdapterInvalid: a file is missing or broken, or doesn't fit the base.
         AdapterUnsupported: it uses a feature that isn't served.
-        LoadFailed: the operating system can't read a file.
+        LoadFailed: the operating system can't read a file, or it was changed meanwhile.
     """
     directory = Path(path)
     config = LoraConfig.from_peft(read_config(directory), ignored_keys=options.ignored_config_keys)

@@ -1,8 +1,9 @@
-"""A safetensors file, checked before it is believed, and mapped instead of read.
+"""A safetensors file, checked before it is believed.
 
 Layout: the header's length (8 bytes, little-endian), the header (JSON: name → dtype, shape and
 byte range), then the data. Every number in it was written by a stranger, so all of them are
-checked against the file's own size before anything is allocated.
+checked against the file's own size before anything is allocated. The file is read, not mapped:
+whoever cuts a mapped file short kills the process that looks at it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 
-from adaptercache.checkpoint.json_object import parse_object
-from adaptercache.errors import AdapterInvalid
+from adaptercache.checkpoint.json_object import MOST_VALUES, parse_object
+from adaptercache.checkpoint.regular_file import open_regular
+from adaptercache.errors import AdapterInvalid, LoadFailed
 
 __all__ = ["open_safetensors"]
 
 _LONGEST_HEADER = 100_000_000  # the format's own bound
+_SMALL_HEADER = 4 << 20
 _MOST_DIMENSIONS = 16
+_METADATA = "__metadata__"
+_ALIGN = 64  # bytes: where a tensor may begin in memory
 
 _DTYPES = {
     "F64": torch.float64,
@@ -55,29 +61,27 @@ class _Extent:
 
 
 def open_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The file's tensors by name, as views of a private mapping of it.
-
-    Nothing is read until a tensor is used. The mapping lives as long as any of the tensors; while
-    it does, the file must not be truncated in place (replacing it by rename is fine). Writing to
-    a tensor changes this process's copy, never the file.
+    """The file's tensors by name, in memory of their own: as much as the file has, and no more.
 
     Raises:
         AdapterInvalid: not a sound safetensors file.
+        LoadFailed: the file was changed while it was read.
         OSError: it can't be opened or read.
     """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        length = _header_length(prefix, size, path)
-        extents = _check(parse_object(file.read(length), str(path)), size - 8 - length, path)
-        if not extents:
-            return {}
-        try:
-            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-        except ValueError as error:
-            raise AdapterInvalid("the file shrank while it was read", where=str(path)) from error
-    start = 8 + length
-    return {name: _view(mapping, start, extent) for name, extent in extents.items()}
+    with open_regular(path) as file:
+        before = os.fstat(file.fileno())
+        size = before.st_size
+        length = _header_length(file.read(8), size, path)
+        # Parsed, a value takes up to 80 bytes: less than the file, or 20 MB.
+        header = parse_object(
+            file.read(length), str(path), most_values=max(MOST_VALUES, size // 128)
+        )
+        extents = _check(header, size - 8 - length, path)
+        tensors = _read(file, extents)
+        after = os.fstat(file.fileno())
+    if tensors is None or (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns):
+        raise LoadFailed(f"{path} was changed while it was read")
+    return tensors
 
 
 def _header_length(prefix: bytes, size: int, path: Path) -> int:
@@ -91,27 +95,41 @@ def _header_length(prefix: bytes, size: int, path: Path) -> int:
                 "not a safetensors file", where=str(path), found=what, remedy=remedy
             )
     length = int.from_bytes(prefix, "little")
-    if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+    if size < 8 or length > size - 8:
         raise AdapterInvalid(
             "the safetensors header is longer than the file (truncated, or not safetensors)",
             where=str(path),
             found=f"a header of {length} bytes in a file of {size}",
-            expected=f"at most {max(0, min(size - 8, _LONGEST_HEADER))} bytes",
+            expected=f"at most {max(0, size - 8)} bytes",
+        )
+    # Parsed, a header takes many times its size; so it may be large only beside larger data.
+    longest = min(_LONGEST_HEADER, max(_SMALL_HEADER, size // 8))
+    if length > longest:
+        raise AdapterInvalid(
+            "the safetensors header is too long",
+            where=str(path),
+            found=f"{length} bytes",
+            expected=f"at most {longest} in a file of {size} bytes",
         )
     return length
 
 
 def _check(header: Mapping[str, Any], data_size: int, path: Path) -> dict[str, _Extent]:
-    """Every entry well-formed, and together they tile the data: no gap, no overlap, no rest."""
-    extents = {
-        name: _extent(name, entry, path) for name, entry in header.items() if name != "__metadata__"
-    }
+    """Every entry well-formed, and together they tile the data: no gap, no overlap, no rest.
+
+    Returns:
+        The extents by name, in the order of the data.
+    """
+    found = [
+        (name, _extent(name, entry, path)) for name, entry in header.items() if name != _METADATA
+    ]
+    extents = dict(sorted(found, key=lambda item: (item[1].begin, item[1].end)))
     position = 0
-    for name, extent in sorted(extents.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, extent in extents.items():
         if extent.begin != position:
             raise AdapterInvalid(
                 "the tensors of the safetensors file overlap or leave gaps",
-                where=f"{path}: {name}",
+                where=f"{path}: {name!r:.200}",
                 found=f"starts at byte {extent.begin}",
                 expected=f"starts at byte {position}",
             )
@@ -134,7 +152,7 @@ def _extent(name: str, entry: object, path: Path) -> _Extent:
         shape, offsets = entry.get("shape"), entry.get("data_offsets")
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"dtype {dtype!r:.40}")
-        if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        if not _are_sizes(shape) or not _is_shape(shape):
             raise ValueError(f"shape {shape!r:.80}")
         if not _are_sizes(offsets) or len(offsets) != 2:
             raise ValueError(f"data_offsets {offsets!r:.80}")
@@ -152,13 +170,32 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-def _view(mapping: mmap.mmap, start: int, extent: _Extent) -> torch.Tensor:
-    begin, end, dtype = start + extent.begin, start + extent.end, extent.dtype
-    if begin == end:
-        return torch.empty(extent.shape, dtype=dtype)
-    if begin % dtype.itemsize:  # a legal file, but no tensor can lie there
-        flat = torch.frombuffer(bytearray(mapping[begin:end]), dtype=dtype)
-    else:
-        count = (end - begin) // dtype.itemsize
-        flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=begin)
+def _is_shape(sizes: list[int]) -> bool:
+    """Whether torch can count in it, also where one size is 0 and the product says nothing."""
+    return len(sizes) <= _MOST_DIMENSIONS and math.prod(max(1, n) for n in sizes) < 1 << 56
+
+
+def _read(file: BufferedReader, extents: Mapping[str, _Extent]) -> dict[str, torch.Tensor] | None:
+    """The tensors, from where the data begins; None: the file ends before they do.
+
+    Each begins at an aligned place in memory, wherever it does in the file.
+    """
+    starts, total = {}, 0
+    for name, extent in extents.items():
+        starts[name] = total
+        total += -(-(extent.end - extent.begin) // _ALIGN) * _ALIGN
+    memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE)  # none is taken until written to
+    places = memoryview(memory)
+    for name, extent in extents.items():
+        size = extent.end - extent.begin
+        if file.readinto(places[starts[name] : starts[name] + size]) != size:
+            return None
+    return {name: _view(memory, starts[name], extent) for name, extent in extents.items()}
+
+
+def _view(memory: mmap.mmap, start: int, extent: _Extent) -> torch.Tensor:
+    count = (extent.end - extent.begin) // extent.dtype.itemsize
+    if count == 0:
+        return torch.empty(extent.shape, dtype=extent.dtype)
+    flat = torch.frombuffer(memory, dtype=extent.dtype, count=count, offset=start)
     return flat.view(extent.shape)

@@ -73,8 +73,7 @@ class Skipped:
 class Checkpoint:
     """An adapter that was read, checked and fitted to its base model.
 
-    Immutable and safe to share between threads. It owns the mapping of the file, through its
-    tensors.
+    Immutable and safe to share between threads. It owns what was read of the file.
 
     Args:
         base: the base model that it was fitted to.

@@ -14,7 +14,7 @@ import torch
 from adaptercache.checkpoint.config import LoraConfig
 from adaptercache.checkpoint.files import read_config, read_tensors
 from adaptercache.checkpoint.options import DEFAULT_OPTIONS
-from adaptercache.checkpoint.pairs import Pair, check_finite, sort_tensors
+from adaptercache.checkpoint.pairs import Pair, check_values, sort_tensors
 from adaptercache.convert.foreign import ForeignAdapter
 from adaptercache.errors import AdapterInvalid
 from adaptercache.packing import bytes_of
@@ -42,7 +42,7 @@ def write_peft(folder: Path, adapter: ForeignAdapter, base_model: str | None) ->
         OSError: a file can't be written.
     """
     for pair in adapter.pairs:
-        check_finite(pair)
+        check_values(pair, 1.0)
     text = json.dumps(_config(adapter, base_model), indent=2)
     _write_new(folder / "adapter_config.json", iter([text.encode()]))
     tensors = [named for pair in adapter.pairs for named in _named(pair)]

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from adaptercache.checkpoint.config import LoraConfig
-from adaptercache.checkpoint.files import read_config, read_pickle
+from adaptercache.checkpoint.files import read_config
 from adaptercache.checkpoint.names import Side
+from adaptercache.checkpoint.pickle_file import read_pickle
 from adaptercache.convert.foreign import ForeignAdapter, ForeignName, checked_pair, pair_up
 from adaptercache.convert.rotary import RotaryBase
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported

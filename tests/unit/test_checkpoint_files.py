@@ -147,7 +147,7 @@ def test_a_file_that_the_system_cannot_read_is_a_failed_load(
         raise PermissionError(13, "Permission denied")
 
     adapter(tmp_path)
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(LoadFailed, match="Permission denied"):
         read_checkpoint(tmp_path, BASE)
 
@@ -222,7 +222,7 @@ def test_a_pickled_tensor_without_its_own_elements_is_refused(
     tmp_path: Path, tensor: torch.Tensor
 ) -> None:
     content = {A: tensor, B: torch.ones(4, 1)}
-    with pytest.raises(AdapterInvalid, match="dense tensors"):
+    with pytest.raises(AdapterInvalid, match=r"dense tensors|larger than its file"):
         read_checkpoint(pickled(tmp_path, content), BASE, options=ALLOW)
 
 
