@@ -39,7 +39,7 @@ BLOCKS = BdLoraConfig(target_modules_bd_b=["q_proj"], nblocks=2)
         ("velora_config", {"velora_config": VeloraConfig()}),
         *(
             (f"init_lora_weights='{name}'", {"init_lora_weights": name})
-            for name in ("pissa", "pissa_niter_4", "olora", "mica")
+            for name in ("pissa", "pissa_niter_4", "olora")
         ),
     ],
 )
