@@ -279,7 +279,7 @@ def fit(tensor: Tensor, shape: Any, dtype: Any) -> None:
         size = math.prod(shape) * ITEMSIZES.get(dtype, 1)
     except TypeError:  # sizes that are none
         return
-    if 0 <= size <= LARGEST_DATA:
+    if isinstance(size, int) and 0 <= size <= LARGEST_DATA:
         tensor.data = (tensor.data or b"\0").ljust(min(size, 64), b"\1")
         tensor.data = (tensor.data * (size // len(tensor.data) + 1))[:size]
 

@@ -22,7 +22,10 @@ __all__ = ["Pattern", "StepBudget"]
 _LONGEST_PATTERN = 1024
 _DEEPEST_GROUP = 32
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_ESCAPES_AND_CLASSES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]?", re.DOTALL)
+_SET_OPERATION = re.compile(r"\[\^?\[|--|&&|~~|\|\|")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_FLAGS = re.compile(r"\(\?[^:]")
 _ESCAPES = frozenset("dDsSwWbBAZnrtfv")
 
 
@@ -62,10 +65,11 @@ class Pattern:
         self._where = f"{where}[{key[:80]!r}]"
         self._key = key
         self._budget = budget
-        self._check_characters()
+        self._check_length()
+        self._spend(300 + 12 * len(key))
+        self._check_syntax()
         source = rf"(.*\.)?({key})$"
         try:
-            self._spend(300 + 12 * len(key))
             self._compiled = re.compile(source)
             self._repeats = key.count("*") + key.count("+")
             is_simple = not set(key) & set("(|{?") and self._repeats <= 1
@@ -89,7 +93,7 @@ class Pattern:
         except _TooManySteps:
             raise self._too_long() from None
 
-    def _check_characters(self) -> None:
+    def _check_length(self) -> None:
         if len(self._key) > _LONGEST_PATTERN:
             raise AdapterInvalid(
                 "not a regular expression",
@@ -97,11 +101,19 @@ class Pattern:
                 found=f"{len(self._key)} characters",
                 expected=f"at most {_LONGEST_PATTERN}",
             )
+
+    def _check_syntax(self) -> None:
+        """Refuses what ``re`` is slow to compile, or warns of: in a later Python it means sets."""
         if not self._key.isascii():
             raise _unsupported("characters outside of ASCII", self._where)
-        for escaped in _ESCAPED.findall(self._key):
-            if escaped.isalnum() and escaped not in _ESCAPES:
-                raise _unsupported(f"\\{escaped}", self._where)
+        if flags := _FLAGS.search(self._key):
+            raise _unsupported(flags[0], self._where)
+        for token in _ESCAPES_AND_CLASSES.findall(self._key):
+            for escaped in _ESCAPED.findall(token):
+                if escaped.isalnum() and escaped not in _ESCAPES:
+                    raise _unsupported(f"\\{escaped}", self._where)
+            if token[0] == "[" and (operation := _SET_OPERATION.search(token)):
+                raise _unsupported(f"{operation[0]} in a class", self._where)
 
     def _parsed(self, source: str) -> _Walk:
         self._spend(100 * len(source))

@@ -44,6 +44,21 @@ def test_classes_that_take_long_to_compile_are_refused(key: str) -> None:
     assert time.process_time() - begin < 0.05
 
 
+@pytest.mark.parametrize(
+    "key", ["[[]]", "[^[a]x", "[a--b]", "[a&&b]", "[a||b]", "[a~~b]", r"\\[[a]", "(?i)a", "a(?i)b"]
+)
+def test_what_re_warns_of_is_refused(key: str) -> None:
+    with pytest.raises(AdapterUnsupported, match="in a pattern"):
+        Pattern(key, "rank_pattern", StepBudget())
+
+
+@pytest.mark.parametrize(
+    ("key", "path"), [(r"\[[a]", "[a"), (r"[\[a]--", "[--"), ("a&&b", "a&&b"), ("[]a-]--", "]--")]
+)
+def test_what_re_does_not_warn_of_is_matched(key: str, path: str) -> None:
+    assert Pattern(key, "rank_pattern", StepBudget()).matches(path)
+
+
 def test_a_rank_for_every_module_of_a_large_model_is_affordable() -> None:
     budget = StepBudget()
     paths = [f"model.layers.{layer}.self_attn.p{p}_proj" for layer in range(80) for p in range(7)]
