@@ -3,13 +3,14 @@ with the files, to every weight of the model and to the output of every layer th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -22,13 +23,13 @@ from trip_options import Adapter, adapters
 
 from adaptercache import AdapterCache, LoraLayout
 from adaptercache.base_model import BaseModel
-from adaptercache.checkpoint import LoraWeights, read_checkpoint
+from adaptercache.checkpoint import Checkpoint, LoraWeights, read_checkpoint
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 from adaptercache.kernels import add_lora
 
 MOST = settings.default.max_examples
 a_few = settings(
-    max_examples=8 if MOST <= 100 else MOST,
+    max_examples=6 if MOST <= 100 else MOST,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 each_family = pytest.mark.parametrize("family", trips.FAMILIES)
@@ -67,19 +68,39 @@ def test_our_delta_is_what_pefts_merge_adds(family: str, data: st.DataObject) ->
                 read_checkpoint(path, base)
             return
         checkpoint = read_checkpoint(path, base)
-        adapted = {name for name, delta in added.items() if delta.any()}
-        assert set(checkpoint.modules) == adapted
-        for name in adapted:
-            got, want = checkpoint.delta(name), added[name]
-            assert got.shape == want.shape
-            assert (got - want).abs().max() <= 1e-5 * want.abs().max(), name
-        with safe_open(path / "adapter_model.safetensors", "pt") as file:
-            in_file = sorted(file.keys())
-        skipped = [entry.name for entry in checkpoint.skipped]
-        assert sorted([*checkpoint.consumed, *skipped]) == in_file
-        assert all(name.endswith(".base_layer.weight") for name in skipped)
+        assert_same_deltas(checkpoint, added)
+        assert_all_consumed(checkpoint, path)
         from_config = read_checkpoint(path, BaseModel.from_config(trips.config_of(family)))
         assert from_config.digest == checkpoint.digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each_family
+def test_a_file_of_each_dtype(family: str, dtype: torch.dtype) -> None:
+    options = {"r": 3, "target_modules": "all-linear", "fan_in_fan_out": family == "gpt2"}
+    with saved(family, Adapter(options, dtype, autocast=False)) as path:
+        checkpoint = read_checkpoint(path, BaseModel.from_model(trips.base_model(family)))
+        assert {weights.a.dtype for weights in checkpoint.modules.values()} == {dtype}
+        assert {weights.b.dtype for weights in checkpoint.modules.values()} == {dtype}
+        assert_same_deltas(checkpoint, trips.merged(path, family))
+        assert_all_consumed(checkpoint, path)
+
+
+def assert_same_deltas(checkpoint: Checkpoint, added: Mapping[str, torch.Tensor]) -> None:
+    adapted = {name for name, delta in added.items() if delta.any()}
+    assert set(checkpoint.modules) == adapted
+    for name in adapted:
+        got, want = checkpoint.delta(name), added[name]
+        assert got.shape == want.shape
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max(), name
+
+
+def assert_all_consumed(checkpoint: Checkpoint, path: Path) -> None:
+    with safe_open(path / "adapter_model.safetensors", "pt") as file:
+        in_file = sorted(file.keys())
+    skipped = [entry.name for entry in checkpoint.skipped]
+    assert sorted([*checkpoint.consumed, *skipped]) == in_file
+    assert all(name.endswith(".base_layer.weight") for name in skipped)
 
 
 @each_family
