@@ -95,7 +95,8 @@ def _resident(device: torch.device, thread_words: int, shared_bytes: int, num_wa
     """
     properties = torch.cuda.get_device_properties(device)
     a_warp = -(-thread_words * 32 // 256) * 256
-    # A multiprocessor has four parts, each with its own registers.
+    # A multiprocessor has four parts, each with its own registers; 65,536 in all since Kepler, and
+    # some releases of torch don't say so.
     warps = getattr(properties, "regs_per_multiprocessor", 65536) // 4 // a_warp * 4
     most = (
         warps // num_warps,

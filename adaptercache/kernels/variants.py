@@ -72,8 +72,8 @@ def _bgmv_pair(
     rank_class: int,
 ) -> Pair:
     blocks, types = bgmv_blocks(k, widths, rank_class), _types(dtype, torch.int32)
-    splits, group_splits = -(-k // blocks.bk), -(-k // blocks.group_bk)
-    room = max(splits, group_splits)
+    splits = -(-k // blocks.bk)
+    room = max(splits, -(-k // blocks.group_bk))
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
     paged = _paged(device, dtype, page_elems, rows, aligned) | {"IN_RUNS": blocks.in_runs}
     shrink = {
@@ -84,16 +84,9 @@ def _bgmv_pair(
     expand = {
         **{"K": k, **_widths(widths), "M": len(widths), "RANK": rank_class, **paged},
         **{"SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits)},
-        **{
-            "GROUP_SPLITS": group_splits,
-            "ROOM": room,
-            "BN": blocks.bn,
-            "GROUP_BN": blocks.group_bn,
-        },
-        **{
-            "VECTOR": _vector(rank_class, blocks.bn, blocks.expand_warps),
-            "STAGES": blocks.expand_stages,
-        },
+        **{"ROOM": room, "BN": blocks.bn, "GROUP_BN": blocks.group_bn},
+        "VECTOR": _vector(rank_class, blocks.bn, blocks.expand_warps),
+        "STAGES": blocks.expand_stages,
     }
     return Pair(
         Binary(bgmv.bgmv_shrink, shrink, types[0], blocks.shrink_warps, is_persistent=True),
