@@ -39,10 +39,12 @@ def main() -> None:
     cases = [case for case in all_cases() if re.search(options.only, case.name)]
     if options.quick:
         cases = [case for case in cases if QUICK.fullmatch(case.name)]
+    # Of cases that were picked by name nothing is written: a file has all, or all quick ones.
+    bench = "" if options.only else "kernels_quick" if options.quick else "kernels"
     if options.peer:
         from kernel_peers import measure_peer  # the peer: only where it is asked for
 
-        measure_peer(options.peer, cases)
+        measure_peer(options.peer, cases, bench)
         return
     print(*compile_all((case, RULE) for case in cases), sep="\n")
     rows = []
@@ -53,9 +55,10 @@ def main() -> None:
     print("\n".join(summary(rows)))
     print(*(f"{name}: {figures['us']} us" for name, figures in host.items()), sep="\n")
     found = {row.case.name: row.figures() for row in rows}
-    if not options.only:
-        name = "kernels_quick" if options.quick else "kernels"
-        print("written:", record.write(name, {**found, **host}, on_gpu=True))
+    if bench:
+        print("written:", record.write(bench, {**found, **host}, on_gpu=True))
+    if len(rows) < len(cases):
+        raise SystemExit(f"{len(cases) - len(rows)} cases were wrong: see above")
 
 
 def measure(cases: list[Case]) -> Iterator[Row]:

@@ -118,8 +118,8 @@ class Sglang:
         return [stacked], [torch.cat(b, 1)]
 
 
-def measure_peer(peer: str, cases: list[Case]) -> None:
-    """A line a case, and ``kernels_<peer>.json``; ``us`` is of the faster of its backends."""
+def measure_peer(peer: str, cases: list[Case], bench: str) -> None:
+    """A line a case, and ``<bench>_<peer>.json`` unless ``bench`` is "": the faster backend's."""
     try:
         kernels, version = Vllm() if peer == "vllm" else Sglang(), metadata.version(peer)
     except (ImportError, AttributeError) as error:
@@ -131,7 +131,8 @@ def measure_peer(peer: str, cases: list[Case]) -> None:
         figures = {"us": min(each.values()), "floor_us": round(case.floor_us, 3), **each}
         print(f"{case.name:46} {figures['us']:8.2f} us  floor {case.floor_us:7.2f}", flush=True)
         found[case.name] = {**figures, "version": version}
-    print("written:", record.write(f"kernels_{peer}", found, on_gpu=True))
+    if bench:
+        print("written:", record.write(f"{bench}_{peer}", found, on_gpu=True))
 
 
 def _measure(peer: Vllm | Sglang, case: Case) -> dict[str, float]:

@@ -103,8 +103,11 @@ class LoraBatch:
                 would then run the captured batch again.
         """
         buffer = self.stack.work(self.shape)
+        capturing = buffer.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self.stack.keep_work(self.shape)
         if buffer.owner is not self._name:
-            if buffer.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            if capturing:
                 raise RuntimeError(
                     "a LoraBatch is made before a CUDA graph is captured, and the batch that was "
                     f"made last for {self.num_rows} rows is the one to capture"

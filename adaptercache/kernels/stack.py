@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from adaptercache.base_model import BaseModel
@@ -17,6 +18,8 @@ from adaptercache.layout import ADAPTER_PAGE_BYTES, ALIGN, ArenaShape, LoraLayou
 from adaptercache.packing import VectorSpec
 
 __all__ = ["LoraStack"]
+
+_WORK_BUFFERS = 64  # numbers of rows: a graph's few, and an eager engine's latest
 
 
 class LoraStack:
@@ -61,7 +64,8 @@ class LoraStack:
         self.scaling = scaling.view(torch.float32)
         self.start.fill_(-1)
         self._index = {(s.layer, s.module): i for i, s in enumerate(layout.sites)}
-        self._work: dict[int, WorkBuffer] = {}
+        self._work: LRUCache[int, WorkBuffer] = LRUCache(_WORK_BUFFERS)
+        self._captured_work: dict[int, WorkBuffer] = {}
         # Captured graphs write to what they were captured with, so what was outgrown stays. Each is
         # at least twice the one before, so all are no more than twice the last.
         nothing = torch.empty(0, dtype=torch.float32, device=device)
@@ -137,11 +141,16 @@ class LoraStack:
             ) from None
 
     def work(self, shape: WorkShape) -> WorkBuffer:
-        """The buffer for batches of as many rows: the same one each time."""
-        buffer = self._work.get(shape.num_rows)
+        """The buffer for batches of as many rows, the same one each time: of the last 64 numbers of
+        rows, and of all that `keep_work` was told."""
+        buffer = self._captured_work.get(shape.num_rows) or self._work.get(shape.num_rows)
         if buffer is None:
             buffer = self._work[shape.num_rows] = WorkBuffer(shape.numel, self.device)
         return buffer
+
+    def keep_work(self, shape: WorkShape) -> None:
+        """A CUDA graph is captured with this buffer, and finds each batch's work there."""
+        self._captured_work[shape.num_rows] = self.work(shape)
 
     def scratch(self, numel: int, counters: int) -> tuple[Tensor, Tensor]:
         """What all launches on the one compute stream share: ``float32 [numel]`` for partial sums,

@@ -1,10 +1,12 @@
 """The choice of block sizes: one rule, known from a launch's shape before anything runs.
 
 From sweeps of block sizes on an H200, before the kernels' last change: `in_runs`, and the tiles of
-rank classes over 16, are not measured yet. `benchmarks/tune_kernels.py` tries others. What carries
-over to other GPUs: memory is read in segments of 512 bytes and more; a thread of the matrix-vector path holds all rows of its columns,
-so that nothing is exchanged; programs that stride over work are no more than fit at once (see
-`binary`); and loops are long enough to hide the memory's latency behind their own pipeline.
+rank classes over 16, are not measured yet. `benchmarks/tune_kernels.py` tries others.
+
+What carries over to other GPUs: memory is read in segments of 512 bytes and more; a thread of the
+matrix-vector path holds all rows of its columns, so that nothing is exchanged; programs that stride
+over work are no more than fit at once (see `binary`); and loops are long enough to hide the
+memory's latency behind their own pipeline.
 """
 
 from __future__ import annotations
