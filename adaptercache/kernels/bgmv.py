@@ -1,9 +1,10 @@
 """BGMV: few tokens, each with an adapter of its own (decode).
 
 Work is a list of tokens that are alone with their adapter, and one of groups of up to 16 that share
-theirs (see `work`). A token alone is a matrix-vector product read straight into registers; a group
-uses the tensor cores, so that its adapter is read once. The grid is fixed, and programs stride over
-the work that the batch brings, so one CUDA graph serves every popularity.
+theirs (see `work`). A token alone is a matrix-vector product read straight into registers, in tiles
+of as many elements whatever the adapter's rank; a group uses the tensor cores, so that its adapter
+is read once. The grid is fixed, and programs stride over the work that the batch brings, so one
+CUDA graph serves every popularity and every mix of ranks.
 
 After Punica's BGMV (Chen et al., MLSys 2024), over S-LoRA's paged memory.
 """
@@ -46,8 +47,8 @@ def bgmv_shrink(
     GROUP_BK: tl.constexpr,
     DOT_BK: tl.constexpr,
     STAGES: tl.constexpr,
+    SUM_PARTS: tl.constexpr,
     VECTOR: tl.constexpr,
-    IN_RUNS: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -55,7 +56,8 @@ def bgmv_shrink(
     DOT_IN_FLOAT32: tl.constexpr,
 ):
     """Semantics: ``partials[m, t, s, i] = Σ_k x[t, k] · A_m[i, k]`` with A of token t's slot, over
-    the s-th BK columns; for a token of a group, over all, at s = 0. A program does 16 rows i."""
+    the s-th BK columns; for a token of a group, over the s-th GROUP_BK, or with SUM_PARTS over all,
+    at s = 0. A program does 16 rows i."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     SPLITS: tl.constexpr = (K + BK - 1) // BK
@@ -67,7 +69,7 @@ def bgmv_shrink(
         group = unit // (GROUP_SPLITS * CHUNKS)
         split = unit % GROUP_SPLITS
         chunk = unit // GROUP_SPLITS % CHUNKS
-        slot = tl.load(work + 2 + group)
+        slot = tl.load(work + 4 + group)
         m = chunk // (RANK // 16)
         rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
@@ -75,20 +77,20 @@ def bgmv_shrink(
         if chunk % (RANK // 16) * 16 < r:
             _shrink_group(
                 x, x_stride, arena, pages + slot * table_stride, num_pages,
-                tl.load(start + at) * 512, rows, r, split, m, group, work, partials,
-                counters + group * CHUNKS + chunk, tokens,
-                K, ROOM, RANK, GROUP_BK, DOT_BK, STAGES, PAGE_ELEMS, ROWS, ALIGNED,
-                PDL, DOT_IN_FLOAT32,
+                tl.load(start + at) * 512, rows, r, split, work + 4 + tokens // 2 + group * 16,
+                partials + (m * tokens).to(tl.int64) * (ROOM * RANK),
+                counters + group * CHUNKS + chunk, K, ROOM, RANK, GROUP_BK, DOT_BK, STAGES,
+                SUM_PARTS, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32,
             )  # fmt: skip
     # The singles begin with the programs that have a group's part less.
+    singles = tl.load(work + 1) + tl.load(work + 2) + tl.load(work + 3)
     first = (tl.program_id(0) + programs - of_groups % programs) % programs
-    first, end, step = share_of(tl.load(work + 1) * (SPLITS * CHUNKS), first, programs, IN_RUNS)
-    for unit in range(first, end, step):
+    for unit in range(first, singles * (SPLITS * CHUNKS), programs):
         single = unit // (SPLITS * CHUNKS)
         split = unit % SPLITS
         chunk = unit // SPLITS % CHUNKS
-        slot = tl.load(work + 2 + tokens // 2 * 17 + single)
-        token = tl.load(work + 2 + tokens // 2 * 17 + tokens + single)
+        slot = tl.load(work + 4 + tokens // 2 * 17 + single)
+        token = tl.load(work + 4 + tokens // 2 * 17 + tokens + single)
         m = chunk // (RANK // 16)
         rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
@@ -121,18 +123,16 @@ def _shrink_group(
     rows,
     r,
     split,
-    m,
-    group,
-    work,
-    partials,
+    its_tokens,
+    partials,  # the module's
     counter,
-    tokens,
     K: tl.constexpr,
     ROOM: tl.constexpr,
     RANK: tl.constexpr,
     GROUP_BK: tl.constexpr,
     DOT_BK: tl.constexpr,
     STAGES: tl.constexpr,
+    SUM_PARTS: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -140,7 +140,7 @@ def _shrink_group(
     DOT_IN_FLOAT32: tl.constexpr,
 ):
     """16 rows of A and GROUP_BK columns, for the tokens of a group."""
-    token = tl.load(work + 2 + tokens // 2 + group * 16 + tl.arange(0, 16))
+    token = tl.load(its_tokens + tl.arange(0, 16))
     live = token >= 0
     first, page, next_page = part_pages(
         slot_pages, begin, rows, rows < r, split * GROUP_BK, K, GROUP_BK, PAGE_ELEMS, ROWS
@@ -164,11 +164,9 @@ def _shrink_group(
         )
         h = dot_into(h, xs, tl.trans(a), DOT_IN_FLOAT32)
     PARTS: tl.constexpr = (K + GROUP_BK - 1) // GROUP_BK
-    to = partials + ((m * tokens + token) * ROOM).to(tl.int64)[:, None] * RANK + rows[None, :]
-    if PARTS == 1:
-        tl.store(to, h, mask=live[:, None])
-    else:
-        tl.store(to + split * RANK, h, mask=live[:, None])
+    to = partials + (token * ROOM).to(tl.int64)[:, None] * RANK + rows[None, :]
+    tl.store(to + split * RANK, h, mask=live[:, None])
+    if SUM_PARTS and PARTS > 1:
         if is_last(counter, PARTS):
             sum_parts(to, live[:, None] & (rows >= 0)[None, :], RANK, PARTS, min(PARTS, 16), 16, 16)
 
@@ -201,6 +199,7 @@ def bgmv_expand(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr,
     ROOM: tl.constexpr,
     RANK: tl.constexpr,
     BN: tl.constexpr,
@@ -215,27 +214,22 @@ def bgmv_expand(
     STAGES: tl.constexpr,
 ):
     """Semantics: ``y_m[t, n] += scaling · Σ_i (Σ_s partials[m, t, s, i]) · Bᵀ_m[i, n]``, rounded
-    once, with B and scaling of token t's slot; for a token of a group, with s = 0 alone."""
+    once, with B and scaling of token t's slot; for a token of a group, over GROUP_SPLITS of s."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     G0: tl.constexpr = (N0 + GROUP_BN - 1) // GROUP_BN
     G1: tl.constexpr = (N1 + GROUP_BN - 1) // GROUP_BN
     GROUP_BLOCKS: tl.constexpr = G0 + G1 + (N2 + GROUP_BN - 1) // GROUP_BN
-    B0: tl.constexpr = (N0 + BN - 1) // BN
-    B1: tl.constexpr = (N1 + BN - 1) // BN
-    BLOCKS: tl.constexpr = B0 + B1 + (N2 + BN - 1) // BN
     # Of the groups' blocks, programs take runs, so that one reads a group's x Aᵀ but once.
     of_groups = tl.load(work) * GROUP_BLOCKS
-    run = tl.cdiv(of_groups, tl.num_programs(0))
-    unit = tl.program_id(0) * run
-    end = tl.minimum(unit + run, of_groups)
+    unit, end, _ = share_of(of_groups, tl.program_id(0), tl.num_programs(0), True)
     while unit < end:
         group = unit // GROUP_BLOCKS
         block = unit % GROUP_BLOCKS
         m, column = block_of(block, G0, G1, GROUP_BN, M)
         blocks = tl.minimum(end - unit, pick(m, G0, G0 + G1, GROUP_BLOCKS, M) - block)
         blocks = tl.minimum(blocks, PAGE_ELEMS // GROUP_BN)
-        slot = tl.load(work + 2 + group)
+        slot = tl.load(work + 4 + group)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
         r = tl.load(rank + at)
         if r > 0:
@@ -244,37 +238,109 @@ def bgmv_expand(
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
                 tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M),
-                work + 2 + tokens // 2 + group * 16,
+                work + 4 + tokens // 2 + group * 16,
                 partials + (m * tokens).to(tl.int64) * (ROOM * RANK), ROOM * RANK, 16, RANK,
-                GROUP_BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
+                GROUP_SPLITS, GROUP_BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         unit += blocks
-    # The singles' blocks begin with the programs that the groups' left idle.
+    # The singles' blocks begin with the programs that have less to do so far.
+    busy = 0
+    singles = work + 4 + tokens // 2 * 17
+    over32 = tl.load(work + 1)
+    over16 = tl.load(work + 2)
+    if RANK > 16:
+        busy += _expand_singles(
+            y0, y1, y2, y_stride0, y_stride1, y_stride2, arena, pages, start, rank, scaling,
+            table_stride, num_pages, site0, site1, site2, singles, 0, over32, busy, partials,
+            tokens, K, N0, N1, N2, M, SPLITS, SPLITS_POW2, ROOM, RANK, 64, BN, VECTOR, IN_RUNS,
+            PAGE_ELEMS, ROWS, ALIGNED, PDL,
+        )  # fmt: skip
+        busy += _expand_singles(
+            y0, y1, y2, y_stride0, y_stride1, y_stride2, arena, pages, start, rank, scaling,
+            table_stride, num_pages, site0, site1, site2, singles, over32, over16, busy, partials,
+            tokens, K, N0, N1, N2, M, SPLITS, SPLITS_POW2, ROOM, RANK, 32, BN, VECTOR, IN_RUNS,
+            PAGE_ELEMS, ROWS, ALIGNED, PDL,
+        )  # fmt: skip
+    _expand_singles(
+        y0, y1, y2, y_stride0, y_stride1, y_stride2, arena, pages, start, rank, scaling,
+        table_stride, num_pages, site0, site1, site2, singles, over32 + over16, tl.load(work + 3), busy, partials,
+        tokens, K, N0, N1, N2, M, SPLITS, SPLITS_POW2, ROOM, RANK, 16, BN, VECTOR, IN_RUNS,
+        PAGE_ELEMS, ROWS, ALIGNED, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expand_singles(
+    y0,
+    y1,
+    y2,
+    y_stride0,
+    y_stride1,
+    y_stride2,
+    arena,
+    pages,
+    start,
+    rank,
+    scaling,
+    table_stride,
+    num_pages,
+    site0,
+    site1,
+    site2,
+    singles,  # their slots, then their tokens
+    first_single,
+    count,
+    busy,  # programs that have begun so far, modulo all
+    partials,
+    tokens,
+    K: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_POW2: tl.constexpr,
+    ROOM: tl.constexpr,
+    RANK: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # rows of Bᵀ; ranks are no larger, or AT_ONCE is 64
+    BN: tl.constexpr,
+    VECTOR: tl.constexpr,
+    IN_RUNS: tl.constexpr,
+    PAGE_ELEMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program's share of ``count`` singles. Returns how many programs it kept busy."""
+    COLUMNS: tl.constexpr = min(BN, 8192 // AT_ONCE)
+    B0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
+    B1: tl.constexpr = (N1 + COLUMNS - 1) // COLUMNS
+    BLOCKS: tl.constexpr = B0 + B1 + (N2 + COLUMNS - 1) // COLUMNS
     programs = tl.num_programs(0)
-    busy = tl.cdiv(of_groups, tl.maximum(run, 1))
-    first = (tl.program_id(0) + programs - busy) % programs
-    first, end, step = share_of(tl.load(work + 1) * BLOCKS, first, programs, IN_RUNS)
+    first = (tl.program_id(0) + programs - busy % programs) % programs
+    first, end, step = share_of(count * BLOCKS, first, programs, IN_RUNS)
     for block in range(first, end, step):
-        single = block // BLOCKS
-        m, column = block_of(block % BLOCKS, B0, B1, BN, M)
-        slot = tl.load(work + 2 + tokens // 2 * 17 + single)
-        token = tl.load(work + 2 + tokens // 2 * 17 + tokens + single)
+        single = first_single + block // BLOCKS
+        m, column = block_of(block % BLOCKS, B0, B1, COLUMNS, M)
+        slot = tl.load(singles + single)
+        token = tl.load(singles + tokens + single)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
         r = tl.load(rank + at)
         if r > 0:
             _expand_single(
-                pick(m, y0, y1, y2, M), pick(m, y_stride0, y_stride1, y_stride2, M), arena,
-                pages + slot * table_stride, num_pages,
+                pick(m, y0, y1, y2, M) + token.to(tl.int64) * pick(m, y_stride0, y_stride1, y_stride2, M),
+                arena, pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
-                tl.load(scaling + at), column, pick(m, N0, N1, N2, M), m, token, partials,
-                tokens, SPLITS, SPLITS_POW2, ROOM, RANK, BN, VECTOR, PAGE_ELEMS, ROWS, ALIGNED, PDL,
+                tl.load(scaling + at), column, pick(m, N0, N1, N2, M),
+                partials + (m * tokens + token).to(tl.int64) * (ROOM * RANK), SPLITS, SPLITS_POW2,
+                RANK, AT_ONCE, COLUMNS, VECTOR, PAGE_ELEMS, ROWS, ALIGNED, PDL,
             )  # fmt: skip
+    return count * BLOCKS % programs
 
 
 @triton.jit
 def _expand_single(
-    y,
-    y_stride,
+    y,  # the token's row
     arena,
     slot_pages,
     num_pages,
@@ -283,15 +349,12 @@ def _expand_single(
     scale,
     column,
     width,
-    m,
-    token,
-    partials,
-    tokens,
+    partials,  # the token's: float32 [SPLITS, RANK]
     SPLITS: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
-    ROOM: tl.constexpr,
     RANK: tl.constexpr,
-    BN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -299,34 +362,32 @@ def _expand_single(
     PDL: tl.constexpr,
 ):
     """A block of columns of one token: a matrix-vector product in float32."""
-    # [BN]
-    n = column + tl.arange(0, BN)
-    to = y + token.to(tl.int64) * y_stride + n
+    # [COLUMNS]
+    n = column + tl.arange(0, COLUMNS)
     # [SPLITS_POW2, 1]
     s = tl.arange(0, SPLITS_POW2)[:, None]
-    # Rows at once: a tile is as many elements for every rank, and so of fewer columns.
-    AT_ONCE: tl.constexpr = min(RANK, 64)
+    # [AT_ONCE]
     i = tl.arange(0, AT_ONCE)
-    h_at = partials + ((m * tokens + token) * ROOM + s).to(tl.int64) * RANK + i[None, :]
-    # [AT_ONCE, BN]
+    h_at = partials + s * RANK + i[None, :]
+    # [AT_ONCE, COLUMNS]
     b = load_tile(
-        arena, slot_pages, num_pages, begin, i, i < r, column, width, BN,
+        arena, slot_pages, num_pages, begin, i, i < r, column, width, COLUMNS,
         PAGE_ELEMS, ROWS, ALIGNED, VECTOR,
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-    old = tl.load(to, mask=n < width, other=0.0)
+    old = tl.load(y + n, mask=n < width, other=0.0)
     h = tl.sum(tl.load(h_at, mask=(s < SPLITS) & (i < r)[None, :], other=0.0), 0)
     term = tl.sum(b.to(tl.float32) * (h * scale)[:, None], 0)
-    if RANK > AT_ONCE:
+    if AT_ONCE == 64 and RANK > 64:
         for i0 in range(AT_ONCE, r, AT_ONCE):
             rows = i0 + i
             b = load_tile(
-                arena, slot_pages, num_pages, begin, rows, rows < r, column, width, BN,
+                arena, slot_pages, num_pages, begin, rows, rows < r, column, width, COLUMNS,
                 PAGE_ELEMS, ROWS, ALIGNED, VECTOR,
             )  # fmt: skip
             h_mask = (s < SPLITS) & (rows < r)[None, :]
             h = tl.sum(tl.load(h_at + i0, mask=h_mask, other=0.0), 0)
             term += tl.sum(b.to(tl.float32) * (h * scale)[:, None], 0)
     new = old.to(tl.float32) + term
-    tl.store(to, new.to(y.dtype.element_ty), mask=n < width)
+    tl.store(y + n, new.to(y.dtype.element_ty), mask=n < width)

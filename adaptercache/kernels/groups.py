@@ -70,10 +70,11 @@ def expand_group(
     blocks,  # how many, of BN columns each; at most a page's length
     width,
     its_tokens,  # int32 [TILE], −1 after the last
-    sums,  # float32, RANK of them a row of the module's
+    partials,  # float32 of the module's, PARTS of RANK of them a row
     row_step,  # from a row's to the next
     TILE: tl.constexpr,
     RANK: tl.constexpr,
+    PARTS: tl.constexpr,
     BN: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -82,8 +83,8 @@ def expand_group(
     DOT_IN_FLOAT32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Semantics: ``y[t, n] += scale · Σ_i sums[t, i] · Bᵀ[i, n]``, rounded once, for the tokens t
-    of a group, over a run of blocks of columns n."""
+    """Semantics: ``y[t, n] += scale · Σ_i (Σ_s partials[t, s, i]) · Bᵀ[i, n]``, rounded once, for
+    the tokens t of a group, over a run of blocks of columns n."""
     # [TILE], [RANK]
     token = tl.load(its_tokens + tl.arange(0, TILE))
     live = token >= 0
@@ -94,8 +95,15 @@ def expand_group(
     if PDL:
         tl.extra.cuda.gdc_wait()
     # [TILE, RANK]
-    h_at = sums + (token * row_step).to(tl.int64)[:, None] + i[None, :]
-    h = tl.load(h_at, mask=live[:, None] & (i < r)[None, :], other=0.0) * scale
+    h_at = partials + (token * row_step).to(tl.int64)[:, None] + i[None, :]
+    h_mask = live[:, None] & (i < r)[None, :]
+    h = tl.load(h_at, mask=h_mask, other=0.0)
+    # As many at once as the registers hold.
+    for first_part in range(1, PARTS, 4):
+        for part in tl.static_range(4):
+            there = h_mask & (first_part + part < PARTS)
+            h += tl.load(h_at + (first_part + part) * RANK, mask=there, other=0.0)
+    h *= scale
     for block in tl.range(0, blocks, num_stages=STAGES):
         # [RANK, BN]
         b = load_part(

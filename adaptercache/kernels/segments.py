@@ -112,7 +112,8 @@ class LoraBatch:
                     "a LoraBatch is made before a CUDA graph is captured, and the batch that was "
                     f"made last for {self.num_rows} rows is the one to capture"
                 )
-            numbers = self.shape.lay_out(self.segments)
+            ranks = self.stack.max_ranks if self.rank_class > 16 else ()
+            numbers = self.shape.lay_out(self.segments, ranks)
             self.num_groups = numbers[0]
             buffer.write(numbers, self._name)
             self.has_launched = False

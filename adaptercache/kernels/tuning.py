@@ -22,10 +22,15 @@ UNALIGNED = 32
 """Columns at once where a width is no multiple of 16: every element looks up its own page."""
 
 
+SHARED_BYTES = 160 << 10
+"""Of a multiprocessor, for one program: what GPUs since the A100 have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bgmv:
-    """``bk``, ``bn``: columns of A and of Bᵀ a program, for a single; ``group_…``, for a group;
-    ``dot_bk``: at once on the tensor cores."""
+    """``bk``, ``bn``: columns of A and of Bᵀ a program, for a single; ``group_…``, for a group.
+    ``dot_bk``: at once on the tensor cores. ``sum_parts``: in the shrink, for groups; ``in_runs``:
+    the expand's blocks, for singles."""
 
     bk: int
     group_bk: int
@@ -36,6 +41,7 @@ class Bgmv:
     expand_warps: int
     shrink_stages: int
     expand_stages: int
+    sum_parts: bool
     in_runs: bool
 
 
@@ -73,44 +79,60 @@ def _power_of_2(least: int) -> int:
     return 1 << max(0, least - 1).bit_length()
 
 
-def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Bgmv:
-    """For few tokens."""
-    bk = _divisor([in_features], 512)
-    bn = _divisor(out_features, max(128, 8192 // rank_class))
+def bgmv_blocks(
+    in_features: int, out_features: Sequence[int], rank_class: int, *, is_short: bool
+) -> Bgmv:
+    """For few tokens; ``is_short``: so few that more, smaller programs are done sooner."""
+    bk = _divisor([in_features], 256 if is_short and rank_class <= 16 else 512)
+    bn = _divisor(out_features, 512)
     if min(bk, bn) < 16:
         bk = bn = UNALIGNED
-    dot_bk = min(bk, 128)
     return Bgmv(
         bk=bk,
-        # The fewer parts of K, the less an expand adds up; the more, the sooner they are done.
-        group_bk=max(dot_bk, min(512, _power_of_2(in_features // 8))),
-        dot_bk=dot_bk,
+        group_bk=min(bk, 256),
+        dot_bk=min(bk, 128),
         bn=bn,
-        group_bn=min(bn, max(16, min(128, 8192 // rank_class))),
+        group_bn=min(bn, max(16, min(128, 4096 // rank_class))),
         shrink_warps=max(1, min(2, bk // 256)),
         expand_warps=rank_class // 64 if rank_class >= 256 else 2 if bn * rank_class >= 1024 else 1,
         shrink_stages=3,
-        expand_stages=1,
-        in_runs=True,
+        expand_stages=2 if rank_class <= 16 else 1,
+        sum_parts=True,
+        in_runs=rank_class <= 16,
     )
 
 
-def sgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Sgmv:
-    """For many tokens."""
-    bk = _divisor([in_features], 128 if rank_class <= 16 else 64)
+def sgmv_blocks(
+    in_features: int,
+    out_features: Sequence[int],
+    rank_class: int,
+    *,
+    itemsize: int,
+    is_long: bool,
+) -> Sgmv:
+    """For many tokens; ``is_long``: over 2,048, which are parallel enough with few splits of K."""
+
+    def stages(bk: int) -> int:
+        """Of the shrink's pipeline, as shared memory allows."""
+        columns = (LARGE_TILE + len(out_features) * rank_class) * itemsize
+        return min(4, SHARED_BYTES // (columns * bk))
+
+    longest = 128 if rank_class <= 64 else 64
+    bk = _divisor([in_features], longest if stages(longest) >= 3 else 64)
     bn = _divisor(out_features, max(16, min(128, 8192 // rank_class)))
     wide = rank_class <= 128
+    splits = (2 if is_long else 8) if rank_class <= 16 else 1 if is_long else 4
     if min(bk, bn) < 16:
         bk, bn, wide = UNALIGNED, max(16, min(UNALIGNED, 4096 // rank_class)), False
     return Sgmv(
         bk=bk,
-        splits=max(1, min(16, in_features // 512)),
+        splits=max(1, min(in_features // 512, splits)),
         bn=bn,
         shrink_strip=LARGE_TILE if wide else 32 if rank_class > 128 else 16,
-        expand_strip=32 if wide else 16,
+        expand_strip=(32 if rank_class != 64 else 64) if wide else 16,
         sum_at_once=max(1, 128 // rank_class),
         shrink_warps=4 if rank_class <= 16 else 8,
         expand_warps=4 if 16 < rank_class <= 256 else 8,
-        shrink_stages=3 if wide else 2,
+        shrink_stages=stages(bk) if wide else 2,
         expand_stages=3 if wide else 2,
     )

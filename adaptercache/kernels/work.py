@@ -2,7 +2,8 @@
 
 ``int32``, in this order, each part with room for the most that there can be:
 
-- the number of groups, and the number of singles;
+- the number of groups, and of singles three numbers: with adapters of ranks over 32, of 17 to 32,
+  and the others, in which order they stand;
 - of each group its slot;
 - of each group its tokens, −1 after the last;
 - of each single its slot;
@@ -18,12 +19,16 @@ from array import array
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LARGE_TILE", "SMALL", "SMALL_TILE", "WorkShape", "rows_by_slot"]
+__all__ = ["LARGE_TILE", "LONG", "SHORT", "SMALL", "SMALL_TILE", "WorkShape", "rows_by_slot"]
 
 SMALL = 512
 """Rows: up to here the kernels for few tokens are the faster ones."""
+LONG = 2048
+"""Rows: over them, tiles alone keep a GPU busy."""
 FEW = 3
 """Tokens of a slot: fewer are singles, that the L2 serves with what they share."""
+SHORT = 16
+"""Rows: up to here all are singles, which are done sooner than groups."""
 
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens a group; the kernels' own
 
@@ -88,37 +93,60 @@ class WorkShape:
         return SMALL_TILE if self.is_small else LARGE_TILE
 
     @property
+    def _few(self) -> int:
+        if not self.is_small:
+            return 1
+        return FEW if self.num_rows > SHORT else SHORT + 1
+
+    @property
     def numel(self) -> int:
         singles = self.num_rows if self.is_small else 0
-        return 2 + (1 + self.tile) * self.max_groups + 2 * singles
+        return 4 + (1 + self.tile) * self.max_groups + 2 * singles
 
-    def lay_out(self, segments: Sequence[tuple[int, int]]) -> array[int]:
-        """The numbers. O(tokens)."""
-        tile, few = self.tile, FEW if self.is_small else 1
+    def lay_out(self, segments: Sequence[tuple[int, int]], ranks: Sequence[int]) -> array[int]:
+        """The numbers. O(tokens).
+
+        Args:
+            ranks: the largest of each slot, or an upper bound of it; none given, 16 for all.
+        """
+        tile, few = self.tile, self._few
         rows_of = rows_by_slot(segments)
-        singles, alone = array("i"), array("i")
+        over32: _Singles = (array("i"), array("i"))
+        over16: _Singles = (array("i"), array("i"))
+        up_to16: _Singles = (array("i"), array("i"))
         groups, tokens = array("i"), array("i")
+        slots_of_its, rows_of_its = up_to16
         for slot, rows in rows_of.items():
             left = len(rows)
             if left % tile < few:
                 left -= left % tile
+                if ranks:
+                    rank = ranks[slot]
+                    its = over32 if rank > 32 else over16 if rank > 16 else up_to16
+                    slots_of_its, rows_of_its = its
                 for row in rows[left:] if left else rows:
-                    singles.append(slot)
-                    alone.append(row)
+                    slots_of_its.append(slot)
+                    rows_of_its.append(row)
                 if not left:
                     continue
             for first in range(0, left, tile):
                 groups.append(slot)
                 tokens.extend(rows[first : first + tile])
                 tokens.extend(_NONE[left - first : tile])
-        numbers = array("i", (len(groups), len(singles)))
+        singles = (over32, over16, up_to16)
+        numbers = array("i", (len(groups), *(len(slots) for slots, _ in singles)))
         parts = [(groups, self.max_groups), (tokens, self.max_groups * tile)]
         if self.is_small:
-            parts += [(singles, self.num_rows), (alone, self.num_rows)]
+            for i in range(2):
+                of_all = over32[i] + over16[i] + up_to16[i]
+                parts.append((of_all, self.num_rows))
         for part, room in parts:
             numbers.extend(part)
             numbers.frombytes(bytes(4 * (room - len(part))))
         return numbers
 
+
+_Singles = tuple["array[int]", "array[int]"]
+"""Slots, and rows."""
 
 _NONE = array("i", [-1] * LARGE_TILE)

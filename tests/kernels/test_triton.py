@@ -121,7 +121,7 @@ def check(
     whole = torch.zeros(num_rows, sum(widths) + 8, dtype=dtype, device=DEVICE)
     outputs = list(whole[:, : sum(widths)].split(widths, dim=1))
     batch = LoraBatch(world.stack, segments, pad_to=num_rows, rank_class=rank_class_of(largest))
-    add_lora_triton(outputs, x.to(DEVICE), batch, modules, layer)
+    add_lora_triton(outputs, x.to(DEVICE), batch, world.stack.group(layer, modules))
     for index, got in zip(sites, outputs, strict=True) if num_rows else ():
         want, magnitude = world.want(x, slots, index)
         error = ((got.double().cpu() - want).abs() / magnitude.clamp(min=1e-9)).max()
@@ -204,7 +204,7 @@ def test_equal_inputs_give_equal_bits() -> None:
     for _ in range(3):
         y = torch.zeros(24, 128, device=DEVICE)
         batch = LoraBatch(world.stack, [(0, 17), (1, 1), (0, 6)], rank_class=64)
-        add_lora_triton([y], x, batch, ["m0_proj"], 0)
+        add_lora_triton([y], x, batch, world.stack.group(0, ("m0_proj",)))
         results.append(y.cpu())
     assert all(result.equal(results[0]) for result in results)
 
@@ -217,7 +217,7 @@ def test_batches_that_are_open_at_once_keep_their_own_adapters() -> None:
     for layer in (0, 1):
         for order, batch in zip(orders, batches, strict=True):
             y = torch.zeros(3, 32, device=DEVICE)
-            add_lora_triton([y], x.to(DEVICE), batch, ["m0_proj"], layer)
+            add_lora_triton([y], x.to(DEVICE), batch, world.stack.group(layer, ("m0_proj",)))
             slots = [slot for slot, tokens in order for _ in range(tokens)]
             want, magnitude = world.want(x, slots, layer)
             assert ((y.cpu() - want).abs() <= 2e-6 * magnitude).all()
@@ -233,7 +233,7 @@ def test_the_error_is_little_more_than_that_of_rounding_once(tokens: int) -> Non
     want, _ = world.want(x, slots, 0)
     y = torch.zeros(tokens, 128, dtype=world.stack.dtype, device=DEVICE)
     batch = LoraBatch(world.stack, [(slot, 1) for slot in slots], rank_class=64)
-    add_lora_triton([y], x.to(DEVICE), batch, ["m0_proj"], 0)
+    add_lora_triton([y], x.to(DEVICE), batch, world.stack.group(0, ("m0_proj",)))
     error = (y.double().cpu() - want).square().mean().sqrt()
     least = (want.to(y.dtype).double() - want).square().mean().sqrt()
     assert error <= 1.5 * least
