@@ -67,6 +67,7 @@ class World:
         for slot, rank in enumerate(ranks):
             mine, pages = pages[: pages_of[slot]], pages[pages_of[slot] :]
             self.stack.table[slot].copy_(self.stack.row(specs[rank], mine))
+            self.stack.max_ranks[slot] = rank
 
     def measure(self, case: Case, *, milliseconds: float = 12) -> Figure:
         """Check, then time."""

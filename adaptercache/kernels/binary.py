@@ -39,7 +39,8 @@ class Binary:
 
     ``types``: a dtype for a pointer, a number for a number. ``is_persistent``: its programs stride
     over the work, so no more of them are launched than the GPU holds at once: a program that had to
-    wait for another's end would do its share alone.
+    wait for another's end would do its share alone. ``max_registers`` of a thread: the assembler
+    takes more than it needs where it doesn't know that occupancy is worth more.
     """
 
     function: Any
@@ -47,6 +48,7 @@ class Binary:
     constants: dict[str, Any]
     types: tuple[Any, ...]
     num_warps: int
+    max_registers: int | None = None
     is_persistent: bool = False
     _compiled: dict[tuple[bool, bool], tuple[Any, int]] = field(default_factory=dict)
     _in_order: tuple[Any, ...] = ()
@@ -78,7 +80,9 @@ class Binary:
     def compile(self, *, aligned: bool, pdl: bool) -> tuple[Any, int]:
         """What Triton compiled, and how many programs of it the GPU holds at once."""
         types = self.types if aligned else tuple(_unaligned(type) for type in self.types)
-        options = {"num_warps": self.num_warps, **({"launch_pdl": True} if pdl else {})}
+        options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": self.max_registers}
+        if pdl:
+            options["launch_pdl"] = True
         compiled = self.function.warmup(*types, grid=(1, 1, 1), **self.constants, **options)
         compiled.run  # noqa: B018  loads it, and so finds what it takes
         words, shared = compiled.n_regs, compiled.metadata.shared

@@ -54,13 +54,14 @@ class LoraBatch:
         rank_class: int = 16,
         wait: Callable[[int], None] | None = None,
     ) -> None:
-        self.num_tokens = 0
-        for slot, tokens in segments:
-            if not BASE_SLOT <= slot < stack.num_slots:
-                raise ValueError(f"slot {slot}: there are {BASE_SLOT} to {stack.num_slots - 1}")
-            if tokens < 0:
-                raise ValueError(f"{tokens} tokens of slot {slot}")
-            self.num_tokens += tokens
+        slots, counts = zip(*segments, strict=True) if segments else ((), ())
+        if slots and not (BASE_SLOT <= min(slots) and max(slots) < stack.num_slots):
+            raise ValueError(
+                f"slots {min(slots)} to {max(slots)}: there are {BASE_SLOT} to {stack.num_slots - 1}"
+            )
+        if counts and min(counts) < 0:
+            raise ValueError(f"{min(counts)} tokens of slot {slots[counts.index(min(counts))]}")
+        self.num_tokens = sum(counts)
         self.num_rows = self.num_tokens if pad_to is None else pad_to
         if self.num_tokens > self.num_rows:
             raise ValueError(f"{self.num_tokens} tokens, but pad_to is {pad_to}")

@@ -43,6 +43,8 @@ class Bgmv:
     expand_stages: int
     sum_parts: bool
     in_runs: bool
+    shrink_registers: int | None
+    expand_registers: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def bgmv_blocks(
         bk = bn = UNALIGNED
     return Bgmv(
         bk=bk,
-        group_bk=min(bk, 256),
+        group_bk=max(min(bk, 128), min(512 if rank_class <= 16 else 1024, _power_of_2(in_features // 8))),
         dot_bk=min(bk, 128),
         bn=bn,
         group_bn=min(bn, max(16, min(128, 4096 // rank_class))),
@@ -99,6 +101,8 @@ def bgmv_blocks(
         expand_stages=2 if rank_class <= 16 else 1,
         sum_parts=True,
         in_runs=rank_class <= 16,
+        shrink_registers={16: 96, 64: 104}.get(rank_class) if bk == 512 else None,
+        expand_registers=112 if rank_class <= 16 else 128 if rank_class <= 64 else None,
     )
 
 

@@ -93,8 +93,16 @@ def _bgmv_pair(
         **{"IN_RUNS": blocks.in_runs, "STAGES": blocks.expand_stages},
     }
     return Pair(
-        Binary(bgmv.bgmv_shrink, device, shrink, types[0], blocks.shrink_warps, is_persistent=True),
-        Binary(bgmv.bgmv_expand, device, expand, types[1], blocks.expand_warps, is_persistent=True),
+        Binary(
+            *(bgmv.bgmv_shrink, device, shrink, types[0], blocks.shrink_warps),
+            max_registers=blocks.shrink_registers,
+            is_persistent=True,
+        ),
+        Binary(
+            *(bgmv.bgmv_expand, device, expand, types[1], blocks.expand_warps),
+            max_registers=blocks.expand_registers,
+            is_persistent=True,
+        ),
         pdl=has_pdl(device),
         scratch=len(widths) * room * rank_class,
         counters=len(widths) * rank_class // 16,

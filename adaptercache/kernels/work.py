@@ -25,7 +25,7 @@ SMALL = 512
 """Rows: up to here the kernels for few tokens are the faster ones."""
 LONG = 2048
 """Rows: over them, tiles alone keep a GPU busy."""
-FEW = 3
+FEW = 2
 """Tokens of a slot: fewer are singles, that the L2 serves with what they share."""
 SHORT = 16
 """Rows: up to here all are singles, which are done sooner than groups."""
@@ -110,29 +110,28 @@ class WorkShape:
             ranks: the largest of each slot, or an upper bound of it; none given, 16 for all.
         """
         tile, few = self.tile, self._few
-        rows_of = rows_by_slot(segments)
         over32: _Singles = (array("i"), array("i"))
         over16: _Singles = (array("i"), array("i"))
         up_to16: _Singles = (array("i"), array("i"))
         groups, tokens = array("i"), array("i")
         slots_of_its, rows_of_its = up_to16
-        for slot, rows in rows_of.items():
-            left = len(rows)
-            if left % tile < few:
-                left -= left % tile
+        for slot, rows in rows_by_slot(segments).items():
+            alone = len(rows) % tile
+            if alone >= few:
+                alone = 0
+            if alone:
                 if ranks:
                     rank = ranks[slot]
                     its = over32 if rank > 32 else over16 if rank > 16 else up_to16
                     slots_of_its, rows_of_its = its
-                for row in rows[left:] if left else rows:
+                for row in rows[-alone:]:
                     slots_of_its.append(slot)
                     rows_of_its.append(row)
-                if not left:
-                    continue
-            for first in range(0, left, tile):
+            for first in range(0, len(rows) - alone, tile):
                 groups.append(slot)
-                tokens.extend(rows[first : first + tile])
-                tokens.extend(_NONE[left - first : tile])
+                some = rows[first : first + tile]
+                tokens.extend(some)
+                tokens.extend(_NONE[len(some) : tile])
         singles = (over32, over16, up_to16)
         numbers = array("i", (len(groups), *(len(slots) for slots, _ in singles)))
         parts = [(groups, self.max_groups), (tokens, self.max_groups * tile)]

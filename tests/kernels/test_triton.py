@@ -81,6 +81,7 @@ class World:
                 self.stack.arena[j % rows, pages[j // rows], : len(piece)] = piece
             row = self.stack.row(VectorSpec.of(layout, each, scalings), pages)
             self.stack.table[slot].copy_(row)
+            self.stack.max_ranks[slot] = max(each)
 
     def want(self, x: Tensor, slots: list[int], index: int) -> tuple[Tensor, Tensor]:
         """The terms of one site in float64, and the sums of their terms' magnitudes."""
