@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from adaptercache.kernels import LoraStack, rank_class_of, variants
-from adaptercache.kernels.tuning import bgmv_blocks, sgmv_blocks
-from adaptercache.kernels.work import LONG, SHORT, SMALL
+from adaptercache.kernels.tuning import bgmv_blocks, rows_alike, sgmv_blocks
 from adaptercache.layout import ArenaShape
 from kernel_cases import SHAPES, Case
 
@@ -65,15 +64,16 @@ def _compile(shape_name: str, rank_class: int, num_rows: int, blocks: Blocks) ->
     return ""
 
 
-def _rows_like(num_rows: int) -> int:
-    """The most rows that need the same binaries."""
-    return next((most for most in (SHORT, SMALL, LONG) if num_rows <= most), 2 * LONG)
+def _rows_alike(case: Case) -> int:
+    shape = SHAPES[case.shape]
+    elements = len(shape.widths) * shape.k + sum(shape.widths)
+    return rows_alike(elements, rank_class_of(case.max_rank), case.tokens)
 
 
 def compile_all(wanted: Iterable[tuple[Case, Blocks]]) -> list[str]:
     """Compile what these cases launch with these blocks. Returns what went wrong."""
     jobs = {
-        (case.shape, rank_class_of(case.max_rank), _rows_like(case.tokens), blocks)
+        (case.shape, rank_class_of(case.max_rank), _rows_alike(case), blocks)
         for case, blocks in wanted
     }
     spawn = multiprocessing.get_context("spawn")

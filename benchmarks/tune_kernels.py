@@ -32,8 +32,8 @@ FIELDS = {
         "expand_warps": (1, 2, 4),
         "shrink_stages": (2, 3, 4),
         "expand_stages": (1, 2, 3),
-        "sum_parts": (False, True),
         "in_runs": (False, True),
+        "all_singles": (False, True),
     },
     "prefill": {
         "bk": (64, 128, 256),
@@ -56,7 +56,7 @@ def changes(case: Case) -> Iterator[Blocks]:
     shape = SHAPES[case.shape]
     key = (shape.k, shape.widths, rank_class_of(case.max_rank))
     chosen = asdict(
-        bgmv_blocks(*key, is_short=case.tokens <= SHORT)
+        bgmv_blocks(*key, itemsize=2, is_short=case.tokens <= SHORT, all_singles=case.tokens <= SHORT)
         if case.phase == "decode"
         else sgmv_blocks(*key, itemsize=2, is_long=case.tokens > LONG)
     )

@@ -11,7 +11,6 @@ After Punica's BGMV (Chen et al., MLSys 2024), over S-LoRA's paged memory.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from adaptercache.kernels.groups import block_of, expand_group, shrink_group
@@ -46,7 +45,7 @@ def bgmv_shrink(
     GROUP_BK: tl.constexpr,
     DOT_BK: tl.constexpr,
     STAGES: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
+    ALL_SINGLES: tl.constexpr,
     VECTOR: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -55,20 +54,19 @@ def bgmv_shrink(
     DOT_IN_FLOAT32: tl.constexpr,
 ):
     """Semantics: ``partials[m, t, s, i] = Σ_k x[t, k] · A_m[i, k]`` with A of token t's slot, over
-    the s-th BK columns; for a token of a group, over the s-th GROUP_BK, or with SUM_PARTS over all,
-    at s = 0. A program does 16 rows i."""
+    the s-th BK columns; for a token of a group, over all, at s = 0. A program does 16 rows i."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GROUP_SPLITS: tl.constexpr = (K + GROUP_BK - 1) // GROUP_BK
     CHUNKS: tl.constexpr = M * RANK // 16
-    groups, over32, over16, up_to16 = counts(work)
+    groups, over32, over16, up_to16, from16, from_others = counts(work, ALL_SINGLES)
     of_groups = groups * (GROUP_SPLITS * CHUNKS)
     programs = tl.num_programs(0)
     for unit in range(tl.program_id(0), of_groups, programs):
         group = unit // (GROUP_SPLITS * CHUNKS)
         split = unit % GROUP_SPLITS
         chunk = unit // GROUP_SPLITS % CHUNKS
-        slot = tl.load(work + 4 + group)
+        slot = tl.load(work + 8 + group)
         m = chunk // (RANK // 16)
         rows = chunk % (RANK // 16) * 16 + tl.arange(0, 16)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
@@ -76,16 +74,17 @@ def bgmv_shrink(
         if chunk % (RANK // 16) * 16 < r:
             shrink_group(
                 x, x_stride, arena, pages + slot * table_stride, num_pages,
-                tl.load(start + at) * 512, rows, r, split, work + 4 + tokens // 2 + group * 16,
+                tl.load(start + at) * 512, rows, r, split, work + 8 + tokens // 2 + group * 16,
                 partials + (m * tokens).to(tl.int64) * (ROOM * RANK),
                 counters + group * CHUNKS + chunk, K, ROOM, RANK, GROUP_BK, DOT_BK, STAGES,
-                SUM_PARTS, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32,
+                PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32,
             )  # fmt: skip
     # The singles begin with the programs that have a group's part less.
     shrink_singles(
         x, x_stride, arena, pages, start, rank, table_stride, num_pages, site0, site1, site2,
-        work + 4 + tokens // 2 * 17, over32, over16, up_to16, of_groups % programs, partials, tokens,
-        K, M, RANK, ROOM, BK, VECTOR, PAGE_ELEMS, ROWS, ALIGNED, PDL,
+        work + 8 + tokens // 2 * 17, over32, over16, up_to16, from16, from_others,
+        of_groups % programs, partials, tokens, K, M, RANK, ROOM, BK, VECTOR, PAGE_ELEMS, ROWS,
+        ALIGNED, PDL,
     )  # fmt: skip
 
 
@@ -117,11 +116,11 @@ def bgmv_expand(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_POW2: tl.constexpr,
-    GROUP_SPLITS: tl.constexpr,
     ROOM: tl.constexpr,
     RANK: tl.constexpr,
     BN: tl.constexpr,
     GROUP_BN: tl.constexpr,
+    ALL_SINGLES: tl.constexpr,
     VECTOR: tl.constexpr,
     IN_RUNS: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
@@ -132,14 +131,14 @@ def bgmv_expand(
     STAGES: tl.constexpr,
 ):
     """Semantics: ``y_m[t, n] += scaling · Σ_i (Σ_s partials[m, t, s, i]) · Bᵀ_m[i, n]``, rounded
-    once, with B and scaling of token t's slot; for a token of a group, over GROUP_SPLITS of s."""
+    once, with B and scaling of token t's slot; for a token of a group, with s = 0 alone."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     G0: tl.constexpr = (N0 + GROUP_BN - 1) // GROUP_BN
     G1: tl.constexpr = (N1 + GROUP_BN - 1) // GROUP_BN
     GROUP_BLOCKS: tl.constexpr = G0 + G1 + (N2 + GROUP_BN - 1) // GROUP_BN
     # Of the groups' blocks, programs take runs, so that one reads a group's x Aᵀ but once.
-    groups, over32, over16, up_to16 = counts(work)
+    groups, over32, over16, up_to16, from16, from_others = counts(work, ALL_SINGLES)
     of_groups = groups * GROUP_BLOCKS
     unit, end, _ = share_of(of_groups, tl.program_id(0), tl.num_programs(0), True)
     while unit < end:
@@ -148,7 +147,7 @@ def bgmv_expand(
         m, column = block_of(block, G0, G1, GROUP_BN, M)
         blocks = tl.minimum(end - unit, pick(m, G0, G0 + G1, GROUP_BLOCKS, M) - block)
         blocks = tl.minimum(blocks, PAGE_ELEMS // GROUP_BN)
-        slot = tl.load(work + 4 + group)
+        slot = tl.load(work + 8 + group)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
         r = tl.load(rank + at)
         if r > 0:
@@ -157,12 +156,12 @@ def bgmv_expand(
                 pages + slot * table_stride, num_pages,
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
                 tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M),
-                work + 4 + tokens // 2 + group * 16,
+                work + 8 + tokens // 2 + group * 16,
                 partials + (m * tokens).to(tl.int64) * (ROOM * RANK), ROOM * RANK, 16, RANK,
-                GROUP_SPLITS, GROUP_BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
+                GROUP_BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         unit += blocks
-    singles = work + 4 + tokens // 2 * 17
+    singles = work + 8 + tokens // 2 * 17
     busy = 0
     if RANK > 16:
         busy += expand_singles(
@@ -173,13 +172,13 @@ def bgmv_expand(
         )  # fmt: skip
         busy += expand_singles(
             y0, y1, y2, y_stride0, y_stride1, y_stride2, arena, pages, start, rank, scaling,
-            table_stride, num_pages, site0, site1, site2, singles, over32, over16, busy, partials,
+            table_stride, num_pages, site0, site1, site2, singles, from16, over16, busy, partials,
             tokens, K, N0, N1, N2, M, SPLITS, SPLITS_POW2, ROOM, RANK, 32, BN, VECTOR, IN_RUNS,
             PAGE_ELEMS, ROWS, ALIGNED, PDL,
         )  # fmt: skip
     expand_singles(
         y0, y1, y2, y_stride0, y_stride1, y_stride2, arena, pages, start, rank, scaling,
-        table_stride, num_pages, site0, site1, site2, singles, over32 + over16, up_to16, busy, partials,
+        table_stride, num_pages, site0, site1, site2, singles, from_others, up_to16, busy, partials,
         tokens, K, N0, N1, N2, M, SPLITS, SPLITS_POW2, ROOM, RANK, 16, BN, VECTOR, IN_RUNS,
         PAGE_ELEMS, ROWS, ALIGNED, PDL,
     )  # fmt: skip

@@ -39,7 +39,7 @@ class Binary:
 
     ``types``: a dtype for a pointer, a number for a number. ``is_persistent``: its programs stride
     over the work, so no more of them are launched than the GPU holds at once: a program that had to
-    wait for another's end would do its share alone. ``max_registers`` of a thread: the assembler
+    wait for another's end would do its share alone. ``max_words`` of a thread: the assembler
     takes more than it needs where it doesn't know that occupancy is worth more.
     """
 
@@ -48,7 +48,7 @@ class Binary:
     constants: dict[str, Any]
     types: tuple[Any, ...]
     num_warps: int
-    max_registers: int | None = None
+    max_words: int | None = None
     is_persistent: bool = False
     _compiled: dict[tuple[bool, bool], tuple[Any, int]] = field(default_factory=dict)
     _in_order: tuple[Any, ...] = ()
@@ -80,7 +80,7 @@ class Binary:
     def compile(self, *, aligned: bool, pdl: bool) -> tuple[Any, int]:
         """What Triton compiled, and how many programs of it the GPU holds at once."""
         types = self.types if aligned else tuple(_unaligned(type) for type in self.types)
-        options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": self.max_registers}
+        options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": self.max_words}
         if pdl:
             options["launch_pdl"] = True
         compiled = self.function.warmup(*types, grid=(1, 1, 1), **self.constants, **options)

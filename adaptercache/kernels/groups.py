@@ -76,14 +76,14 @@ def shrink_group(
     GROUP_BK: tl.constexpr,
     DOT_BK: tl.constexpr,
     STAGES: tl.constexpr,
-    SUM_PARTS: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
     DOT_IN_FLOAT32: tl.constexpr,
 ):
-    """16 rows of A and GROUP_BK columns, for the tokens of a group."""
+    """16 rows of A and GROUP_BK columns, for the tokens of a group; the last program there adds all
+    parts of K up."""
     token = tl.load(its_tokens + tl.arange(0, 16))
     live = token >= 0
     first, page, next_page = part_pages(
@@ -110,9 +110,8 @@ def shrink_group(
     PARTS: tl.constexpr = (K + GROUP_BK - 1) // GROUP_BK
     to = partials + (token * ROOM).to(tl.int64)[:, None] * RANK + rows[None, :]
     tl.store(to + split * RANK, h, mask=live[:, None])
-    if SUM_PARTS and PARTS > 1:
-        if is_last(counter, PARTS):
-            sum_parts(to, live[:, None] & (rows >= 0)[None, :], RANK, PARTS, min(PARTS, 16), 16, 16)
+    if PARTS > 1 and is_last(counter, PARTS):
+        sum_parts(to, live[:, None] & (rows >= 0)[None, :], RANK, PARTS, min(PARTS, 16), 16, 16)
 
 
 @triton.jit
@@ -129,11 +128,10 @@ def expand_group(
     blocks,  # how many, of BN columns each; at most a page's length
     width,
     its_tokens,  # int32 [TILE], −1 after the last
-    partials,  # float32 of the module's, PARTS of RANK of them a row
+    sums,  # float32, RANK of them a row of the module's
     row_step,  # from a row's to the next
     TILE: tl.constexpr,
     RANK: tl.constexpr,
-    PARTS: tl.constexpr,
     BN: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -142,8 +140,8 @@ def expand_group(
     DOT_IN_FLOAT32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Semantics: ``y[t, n] += scale · Σ_i (Σ_s partials[t, s, i]) · Bᵀ[i, n]``, rounded once, for
-    the tokens t of a group, over a run of blocks of columns n."""
+    """Semantics: ``y[t, n] += scale · Σ_i sums[t, i] · Bᵀ[i, n]``, rounded once, for the tokens t
+    of a group, over a run of blocks of columns n."""
     # [TILE], [RANK]
     token = tl.load(its_tokens + tl.arange(0, TILE))
     live = token >= 0
@@ -154,15 +152,8 @@ def expand_group(
     if PDL:
         tl.extra.cuda.gdc_wait()
     # [TILE, RANK]
-    h_at = partials + (token * row_step).to(tl.int64)[:, None] + i[None, :]
-    h_mask = live[:, None] & (i < r)[None, :]
-    h = tl.load(h_at, mask=h_mask, other=0.0)
-    # As many at once as the registers hold.
-    for first_part in range(1, PARTS, 4):
-        for part in tl.static_range(4):
-            there = h_mask & (first_part + part < PARTS)
-            h += tl.load(h_at + (first_part + part) * RANK, mask=there, other=0.0)
-    h *= scale
+    h_at = sums + (token * row_step).to(tl.int64)[:, None] + i[None, :]
+    h = tl.load(h_at, mask=live[:, None] & (i < r)[None, :], other=0.0) * scale
     for block in tl.range(0, blocks, num_stages=STAGES):
         # [RANK, BN]
         b = load_part(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from adaptercache.kernels.binary import INTERPRETED, Address, address
 from adaptercache.kernels.segments import LoraBatch
-from adaptercache.kernels.stack import Group, LoraStack
-from adaptercache.kernels.tuning import modules_at_once
+from adaptercache.kernels.stack import Group
+from adaptercache.kernels.tuning import all_singles, modules_at_once
 from adaptercache.kernels.variants import Pair, pair_for
 from adaptercache.kernels.work import LONG, SHORT
 
@@ -42,10 +42,11 @@ def add_lora_triton(
         return
     stack = batch.stack
     work = address(batch.work())
-    kind = (batch.rank_class, rows <= SHORT, batch.shape.is_small, rows > LONG)
+    alone = batch.shape.is_small and all_singles(group.elements, batch.rank_class, rows)
+    kind = (batch.rank_class, rows <= SHORT, alone, batch.shape.is_small, rows > LONG)
     launches = group.launches.get(kind)
     if launches is None:
-        launches = group.launches[kind] = _launches(stack, group, batch.rank_class, rows)
+        launches = group.launches[kind] = _launches(batch, group, alone)
     of_batch: tuple[Any, ...] = (work,)
     units = rows
     if not batch.shape.is_small:
@@ -75,24 +76,22 @@ def add_lora_triton(
         batch.has_launched = True
 
 
-def _launches(
-    stack: LoraStack, group: Group, rank_class: int, num_rows: int
-) -> tuple[_Launch, ...]:
+def _launches(batch: LoraBatch, group: Group, alone: bool) -> tuple[_Launch, ...]:
+    stack, rank_class = batch.stack, batch.rank_class
     at_once = modules_at_once(rank_class)
     tables = tuple(map(address, (stack.arena, stack.pages, stack.start, stack.rank)))
     launches = []
     for i in range(0, len(group.modules), at_once):
         modules = slice(i, i + at_once)
-        pair = pair_for(stack, group.in_features, group.widths[modules], rank_class, num_rows)
+        shape = (group.in_features, group.widths[modules], rank_class, batch.num_rows)
+        pair = pair_for(stack, *shape, all_singles=alone)
         paging = (stack.table.stride(0), stack.shape.num_pages, *_three(group.sites[modules]))
         to_expand = (*tables, address(stack.scaling), *paging)
         launches.append(_Launch(pair, modules, (*tables, *paging), to_expand))
     return tuple(launches)
 
 
-def _outputs(
-    y: Tensor | Sequence[Tensor], group: Group
-) -> tuple[list[Address], list[int], bool]:
+def _outputs(y: Tensor | Sequence[Tensor], group: Group) -> tuple[list[Address], list[int], bool]:
     """Where each module's y lies, its row stride, and whether all are multiples of 16."""
     if isinstance(y, Tensor):
         if INTERPRETED:
@@ -112,6 +111,6 @@ def _outputs(
     return [address(output) for output in y], strides, aligned
 
 
-def _three(values: Sequence[Any]) -> tuple[Any, ...]:
+def _three(values: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
     """Kernels take three of each; the last is repeated, and not looked at."""
-    return (*values, *(values[-1:] * (3 - len(values))))
+    return (*values, *[values[-1]] * (3 - len(values)))

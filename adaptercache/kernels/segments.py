@@ -55,10 +55,9 @@ class LoraBatch:
         wait: Callable[[int], None] | None = None,
     ) -> None:
         slots, counts = zip(*segments, strict=True) if segments else ((), ())
-        if slots and not (BASE_SLOT <= min(slots) and max(slots) < stack.num_slots):
-            raise ValueError(
-                f"slots {min(slots)} to {max(slots)}: there are {BASE_SLOT} to {stack.num_slots - 1}"
-            )
+        if slots and not (min(slots) >= BASE_SLOT and max(slots) < stack.num_slots):
+            wrong = min(slots) if min(slots) < BASE_SLOT else max(slots)
+            raise ValueError(f"slot {wrong}: there are {BASE_SLOT} to {stack.num_slots - 1}")
         if counts and min(counts) < 0:
             raise ValueError(f"{min(counts)} tokens of slot {slots[counts.index(min(counts))]}")
         self.num_tokens = sum(counts)

@@ -61,10 +61,10 @@ def sgmv_shrink(
     tile = strip // (BM // STRIP)
     if tile >= tl.load(work):
         return
-    its_tokens = work + 4 + max_groups + strip * STRIP
+    its_tokens = work + 8 + max_groups + strip * STRIP
     if tl.load(its_tokens) < 0:
         return
-    slot = tl.load(work + 4 + tile)
+    slot = tl.load(work + 8 + tile)
     at = slot * table_stride
     slot_pages = pages + at
     # [STRIP], [RANK]
@@ -218,8 +218,8 @@ def sgmv_expand(
         m, column = block_of(block, B0, B1, BN, M)
         blocks = tl.minimum(end - unit, pick(m, B0, B0 + B1, BLOCKS, M) - block)
         blocks = tl.minimum(blocks, PAGE_ELEMS // BN)
-        its_tokens = work + 4 + max_groups + strip * STRIP
-        slot = tl.load(work + 4 + strip // STRIPS)
+        its_tokens = work + 8 + max_groups + strip * STRIP
+        slot = tl.load(work + 8 + strip // STRIPS)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
         r = tl.load(rank + at)
         if (r > 0) & (tl.load(its_tokens) >= 0):
@@ -229,6 +229,6 @@ def sgmv_expand(
                 tl.load(start + at) * 512 + (r * K + 511) // 512 * 512, r,
                 tl.load(scaling + at), column, blocks, pick(m, N0, N1, N2, M), its_tokens,
                 partials + (m * tokens).to(tl.int64) * (SPLITS * RANK), SPLITS * RANK, STRIP, RANK,
-                1, BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
+                BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         unit += blocks

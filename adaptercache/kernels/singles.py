@@ -7,6 +7,8 @@ units before are read.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -14,15 +16,21 @@ from adaptercache.kernels.groups import block_of
 from adaptercache.kernels.jit import pick, share_of
 from adaptercache.kernels.paging import load_tile
 
-import os
 V32 = tl.constexpr(int(os.environ.get("V32", "4")))
 __all__ = ["counts", "expand_singles", "shrink_singles"]
 
 
 @triton.jit
-def counts(work):
-    """Groups, and singles of ranks over 32, over 16, and the others: read at once."""
-    return tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+def counts(work, ALL_SINGLES: tl.constexpr):
+    """How many groups; how many singles of ranks over 32, over 16, and the others; and where the
+    second and the third kind begin among the tokens. With ALL_SINGLES, no token is of a group."""
+    groups = tl.load(work)  # all are read at once
+    over32, over16, up_to16 = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    all32, all16, all_others = tl.load(work + 4), tl.load(work + 5), tl.load(work + 6)
+    if ALL_SINGLES:
+        groups = 0
+        over32, over16, up_to16 = all32, all16, all_others
+    return groups, over32, over16, up_to16, all32, all32 + all16
 
 
 @triton.jit
@@ -45,7 +53,16 @@ def _site(rank, start, scaling, at, there):
 
 
 @triton.jit
-def _unit(unit, over32, over16, SPLITS: tl.constexpr, M: tl.constexpr, RANK: tl.constexpr):
+def _unit(
+    unit,
+    over32,
+    over16,
+    from16,
+    from_others,
+    SPLITS: tl.constexpr,
+    M: tl.constexpr,
+    RANK: tl.constexpr,
+):
     """Of the shrink's: which single, which module, the first of its 16 rows of A, which part of K.
 
     A single has as many units as its rank asks for: those of ranks over 32 stand first.
@@ -53,12 +70,12 @@ def _unit(unit, over32, over16, SPLITS: tl.constexpr, M: tl.constexpr, RANK: tl.
     if RANK == 16:
         left = unit
         chunks = 1
-        single = 0
+        single = from_others
     else:
         of_32 = over32 * (SPLITS * M * (RANK // 16))
         of_16 = of_32 + over16 * (SPLITS * M * 2)
         chunks = tl.where(unit < of_32, RANK // 16, tl.where(unit < of_16, 2, 1))
-        single = tl.where(unit < of_32, 0, tl.where(unit < of_16, over32, over32 + over16))
+        single = tl.where(unit < of_32, 0, tl.where(unit < of_16, from16, from_others))
         left = unit - tl.where(unit < of_32, 0, tl.where(unit < of_16, of_32, of_16))
     split = left % SPLITS
     left = left // SPLITS
@@ -81,9 +98,11 @@ def shrink_singles(
     site1,
     site2,
     singles,  # their slots, then their tokens
-    over32,  # how many of each
+    over32,  # how many of each, and from where on
     over16,
     up_to16,
+    from16,
+    from_others,
     busy,  # programs that have one unit more so far
     partials,
     tokens,
@@ -103,24 +122,24 @@ def shrink_singles(
     programs = tl.num_programs(0)
     first = (tl.program_id(0) + programs - busy) % programs
     end = (over32 * (RANK // 16) + tl.minimum(RANK // 16, 2) * over16 + up_to16) * (SPLITS * M)
-    single, m, row, split = _unit(first, over32, over16, SPLITS, M, RANK)
+    single, m, row, split = _unit(first, over32, over16, from16, from_others, SPLITS, M, RANK)
     slot, token = _single(singles, tokens, single, first < end)
     at = slot * table_stride + pick(m, site0, site1, site2, M)
     r = tl.load(rank + at, mask=first < end, other=0)
     begin = tl.load(start + at, mask=first < end, other=0)
     later = first + programs
-    single, m, row, split = _unit(later, over32, over16, SPLITS, M, RANK)
+    single, m, row, split = _unit(later, over32, over16, from16, from_others, SPLITS, M, RANK)
     next_slot, next_token = _single(singles, tokens, single, later < end)
     for unit in range(first, end, programs):
         later = unit + programs
-        single, m, row, split = _unit(later, over32, over16, SPLITS, M, RANK)
+        single, m, row, split = _unit(later, over32, over16, from16, from_others, SPLITS, M, RANK)
         at = next_slot * table_stride + pick(m, site0, site1, site2, M)
         next_r = tl.load(rank + at, mask=later < end, other=0)
         next_begin = tl.load(start + at, mask=later < end, other=0)
         later += programs
-        single, m, row, split = _unit(later, over32, over16, SPLITS, M, RANK)
+        single, m, row, split = _unit(later, over32, over16, from16, from_others, SPLITS, M, RANK)
         last_slot, last_token = _single(singles, tokens, single, later < end)
-        single, m, row, split = _unit(unit, over32, over16, SPLITS, M, RANK)
+        single, m, row, split = _unit(unit, over32, over16, from16, from_others, SPLITS, M, RANK)
         rows = row + tl.arange(0, 16)
         if row < r:
             # [16, BK]

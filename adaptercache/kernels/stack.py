@@ -35,6 +35,8 @@ class Group:
     in_features: int
     widths: tuple[int, ...]
     """Their out_features."""
+    elements: int
+    """Of their A and B, a rank."""
     launches: dict[Any, Any] = field(default_factory=dict)
     """What was found out for launching them, kept for the next step (see `launch`)."""
 
@@ -177,7 +179,8 @@ class LoraStack:
         if len({site.in_features for site in sites}) > 1:
             raise ValueError(f"{', '.join(names)}: their inputs differ in width")
         widths = tuple(site.out_features for site in sites)
-        group = Group(layer, names, indices, sites[0].in_features, widths)
+        elements = sum(site.in_features + site.out_features for site in sites)
+        group = Group(layer, names, indices, sites[0].in_features, widths, elements)
         return self._groups.setdefault(key, group)
 
     def work(self, shape: WorkShape) -> WorkBuffer:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from adaptercache.kernels.segments import RANK_CLASSES, rank_class_of
 from adaptercache.kernels.stack import LoraStack
-from adaptercache.kernels.work import LONG, SHORT, SMALL
+from adaptercache.kernels.tuning import rows_alike
+from adaptercache.kernels.work import LONG
 
 __all__ = ["warmup"]
 
@@ -39,7 +40,10 @@ def warmup(
     largest = rank_class_of(stack.layout.max_rank)
     for k, outs in sorted(widths):
         for rank_class in [each for each in RANK_CLASSES if each <= largest]:
-            for rows in {min(most, num_rows) for most in (SHORT, SMALL, LONG, num_rows)}:
+            rows = 0
+            while rows < num_rows:
+                most = rows_alike(len(outs) * k + sum(outs), rank_class, rows + 1)
+                rows = num_rows if most > LONG else min(most, num_rows)
                 compile_group(stack, k, outs, rank_class, rows)
 
 

@@ -2,15 +2,19 @@
 
 ``int32``, in this order, each part with room for the most that there can be:
 
-- the number of groups, and of singles three numbers: with adapters of ranks over 32, of 17 to 32,
-  and the others, in which order they stand;
+- the number of groups;
+- three numbers of singles: with adapters of ranks over 32, of 17 to 32, and the others;
+- three numbers of tokens, likewise;
+- a number that means nothing;
 - of each group its slot;
 - of each group its tokens, −1 after the last;
-- of each single its slot;
-- of each single its token.
+- of each token its slot, and
+- its row: those with adapters of ranks over 32, of 17 to 32, and the others, and of each of these
+  the singles first.
 
-A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token with its slot: SGMV
-has no path of its own for it, and no singles.
+A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token of no group. BGMV
+takes groups and singles, or all tokens as if they were singles. SGMV has no path for singles: all
+its tokens are in groups, and the last two parts are not there.
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ LONG = 2048
 FEW = 2
 """Tokens of a slot: fewer are singles, that the L2 serves with what they share."""
 SHORT = 16
-"""Rows: up to here all are singles, which are done sooner than groups."""
+"""Rows: up to here, more and smaller programs are done sooner."""
 
+HEADER = 8  # numbers before the groups' slots; the kernels' own
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens a group; the kernels' own
 
 
@@ -93,15 +98,9 @@ class WorkShape:
         return SMALL_TILE if self.is_small else LARGE_TILE
 
     @property
-    def _few(self) -> int:
-        if not self.is_small:
-            return 1
-        return FEW if self.num_rows > SHORT else SHORT + 1
-
-    @property
     def numel(self) -> int:
         singles = self.num_rows if self.is_small else 0
-        return 4 + (1 + self.tile) * self.max_groups + 2 * singles
+        return HEADER + (1 + self.tile) * self.max_groups + 2 * singles
 
     def lay_out(self, segments: Sequence[tuple[int, int]], ranks: Sequence[int]) -> array[int]:
         """The numbers. O(tokens).
@@ -109,43 +108,55 @@ class WorkShape:
         Args:
             ranks: the largest of each slot, or an upper bound of it; none given, 16 for all.
         """
-        tile, few = self.tile, self._few
-        over32: _Singles = (array("i"), array("i"))
-        over16: _Singles = (array("i"), array("i"))
-        up_to16: _Singles = (array("i"), array("i"))
+        tile, few = self.tile, FEW if self.is_small else 1
+        over32, over16, up_to16 = _Tokens(), _Tokens(), _Tokens()
         groups, tokens = array("i"), array("i")
-        slots_of_its, rows_of_its = up_to16
+        its = up_to16
         for slot, rows in rows_by_slot(segments).items():
+            if ranks:
+                rank = ranks[slot]
+                its = over32 if rank > 32 else over16 if rank > 16 else up_to16
             alone = len(rows) % tile
             if alone >= few:
                 alone = 0
             if alone:
-                if ranks:
-                    rank = ranks[slot]
-                    its = over32 if rank > 32 else over16 if rank > 16 else up_to16
-                    slots_of_its, rows_of_its = its
-                for row in rows[-alone:]:
-                    slots_of_its.append(slot)
-                    rows_of_its.append(row)
+                its.slots.extend([slot] * alone)
+                its.rows.extend(rows[-alone:])
+            if alone == len(rows):
+                continue
             for first in range(0, len(rows) - alone, tile):
                 groups.append(slot)
                 some = rows[first : first + tile]
                 tokens.extend(some)
                 tokens.extend(_NONE[len(some) : tile])
-        singles = (over32, over16, up_to16)
-        numbers = array("i", (len(groups), *(len(slots) for slots, _ in singles)))
+            if self.is_small:
+                its.grouped_slots.extend([slot] * (len(rows) - alone))
+                its.grouped_rows.extend(rows[: len(rows) - alone])
+        by_rank = (over32, over16, up_to16)
+        singles = [len(each.slots) for each in by_rank]
+        all_tokens = [len(each.slots) + len(each.grouped_slots) for each in by_rank]
+        numbers = array("i", (len(groups), *singles, *all_tokens, 0))
         parts = [(groups, self.max_groups), (tokens, self.max_groups * tile)]
         if self.is_small:
-            for i in range(2):
-                of_all = over32[i] + over16[i] + up_to16[i]
-                parts.append((of_all, self.num_rows))
+            slots, rows_in_order = array("i"), array("i")
+            for each in by_rank:
+                slots += each.slots + each.grouped_slots
+                rows_in_order += each.rows + each.grouped_rows
+            parts += [(slots, self.num_rows), (rows_in_order, self.num_rows)]
         for part, room in parts:
             numbers.extend(part)
             numbers.frombytes(bytes(4 * (room - len(part))))
         return numbers
 
 
-_Singles = tuple["array[int]", "array[int]"]
-"""Slots, and rows."""
+class _Tokens:
+    """Of adapters of like rank: singles, and tokens of groups."""
+
+    __slots__ = ("grouped_rows", "grouped_slots", "rows", "slots")
+
+    def __init__(self) -> None:
+        self.slots, self.rows = array("i"), array("i")
+        self.grouped_slots, self.grouped_rows = array("i"), array("i")
+
 
 _NONE = array("i", [-1] * LARGE_TILE)
