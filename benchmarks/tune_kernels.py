@@ -56,7 +56,9 @@ def changes(case: Case) -> Iterator[Blocks]:
     shape = SHAPES[case.shape]
     key = (shape.k, shape.widths, rank_class_of(case.max_rank))
     chosen = asdict(
-        bgmv_blocks(*key, itemsize=2, is_short=case.tokens <= SHORT, all_singles=case.tokens <= SHORT)
+        bgmv_blocks(
+            *key, itemsize=2, is_short=case.tokens <= SHORT, all_singles=case.tokens <= SHORT
+        )
         if case.phase == "decode"
         else sgmv_blocks(*key, itemsize=2, is_long=case.tokens > LONG)
     )
