@@ -22,6 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 __all__ = ["LARGE_TILE", "LONG", "SHORT", "SMALL", "SMALL_TILE", "WorkShape", "rows_by_slot"]
 
@@ -109,44 +110,47 @@ class WorkShape:
             ranks: the largest of each slot, or an upper bound of it; none given, 16 for all.
         """
         tile, few = self.tile, FEW if self.is_small else 1
-        over32, over16, up_to16 = _Tokens(), _Tokens(), _Tokens()
-        groups, tokens = array("i"), array("i")
-        its = up_to16
+        by_rank = (_Tokens(), _Tokens(), _Tokens())
+        over32, over16, its = by_rank
+        groups: list[int] = []
+        tokens = array("i")
         for slot, rows in rows_by_slot(segments).items():
             if ranks:
                 rank = ranks[slot]
-                its = over32 if rank > 32 else over16 if rank > 16 else up_to16
-            alone = len(rows) % tile
+                its = over32 if rank > 32 else over16 if rank > 16 else by_rank[2]
+            count = len(rows)
+            alone = count % tile
             if alone >= few:
                 alone = 0
-            if alone:
-                its.slots.extend([slot] * alone)
-                its.rows.extend(rows[-alone:])
-            if alone == len(rows):
+            if alone == count == 1:  # the most of them in decode
+                its.slots.append(slot)
+                its.rows.append(rows[0])
                 continue
-            for first in range(0, len(rows) - alone, tile):
-                groups.append(slot)
-                some = rows[first : first + tile]
-                tokens.extend(some)
-                tokens.extend(_NONE[len(some) : tile])
+            grouped = count - alone
+            its.slots += [slot] * alone
+            its.rows += rows[grouped:]
             if self.is_small:
-                its.grouped_slots.extend([slot] * (len(rows) - alone))
-                its.grouped_rows.extend(rows[: len(rows) - alone])
-        by_rank = (over32, over16, up_to16)
+                its.grouped_slots += [slot] * grouped
+                its.grouped_rows += rows[:grouped]
+            groups += [slot] * -(-grouped // tile)
+            tokens.extend(array("i", rows[:grouped]))
+            tokens.extend(_NONE[: -grouped % tile])
         singles = [len(each.slots) for each in by_rank]
         all_tokens = [len(each.slots) + len(each.grouped_slots) for each in by_rank]
         numbers = array("i", (len(groups), *singles, *all_tokens, 0))
-        parts = [(groups, self.max_groups), (tokens, self.max_groups * tile)]
+        _extend(numbers, groups, self.max_groups)
+        _extend(numbers, tokens, self.max_groups * tile)
         if self.is_small:
-            slots, rows_in_order = array("i"), array("i")
-            for each in by_rank:
-                slots += each.slots + each.grouped_slots
-                rows_in_order += each.rows + each.grouped_rows
-            parts += [(slots, self.num_rows), (rows_in_order, self.num_rows)]
-        for part, room in parts:
-            numbers.extend(part)
-            numbers.frombytes(bytes(4 * (room - len(part))))
+            of_all = (slots for each in by_rank for slots in (each.slots, each.grouped_slots))
+            _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
+            of_all = (rows for each in by_rank for rows in (each.rows, each.grouped_rows))
+            _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
         return numbers
+
+
+def _extend(numbers: array[int], part: Sequence[int], room: int) -> None:
+    numbers.extend(part if isinstance(part, array) else array("i", part))
+    numbers.frombytes(bytes(4 * (room - len(part))))
 
 
 class _Tokens:
@@ -155,8 +159,10 @@ class _Tokens:
     __slots__ = ("grouped_rows", "grouped_slots", "rows", "slots")
 
     def __init__(self) -> None:
-        self.slots, self.rows = array("i"), array("i")
-        self.grouped_slots, self.grouped_rows = array("i"), array("i")
+        self.slots: list[int] = []
+        self.rows: list[int] = []
+        self.grouped_slots: list[int] = []
+        self.grouped_rows: list[int] = []
 
 
 _NONE = array("i", [-1] * LARGE_TILE)
