@@ -82,8 +82,8 @@ def _bgmv_pair(
     is_short: bool,
     alone: bool,
 ) -> Pair:
-    kind = {"itemsize": dtype.itemsize, "is_short": is_short, "all_singles": alone}
-    blocks = bgmv_blocks(k, widths, rank_class, **kind)
+    shape = (k, widths, rank_class)
+    blocks = bgmv_blocks(*shape, itemsize=dtype.itemsize, is_short=is_short, all_singles=alone)
     types = _types(dtype, torch.int32)
     splits = -(-k // blocks.bk)
     room = max(splits, -(-k // blocks.group_bk))
