@@ -161,8 +161,7 @@ class AdapterCache:
     ) -> Iterator[LoraBatch]:
         """The batch of one step; the step's launches are made inside the ``with`` block.
 
-        It holds every adapter that it lists until the block's end, so leases may be released
-        meanwhile.
+        It holds every adapter that it lists, so leases may be released meanwhile.
 
         Args:
             pairs: ``(lease, number of tokens)`` in the order of the tokens.
@@ -174,13 +173,14 @@ class AdapterCache:
             ValueError: more tokens than ``pad_to``, or ranks over ``rank_to``.
             AdapterCacheError: the GPU's memory was given back (`drop_gpu`).
         """
-        with self._leasing.hold(list(pairs)) as (segments, rank):
+        with self._leasing.hold(list(pairs)) as (segments, ranks):
+            rank = max(ranks.values(), default=0)
             if rank_to is not None and rank > rank_to:
                 raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
-            rank_class = rank_class_of(rank_to or rank)
+            to = rank_class_of(rank_to or rank)
             with self._gpu.streams.step():
                 stack = self._gpu.stack
-                with LoraBatch(stack, segments, pad_to=pad_to, rank_class=rank_class) as batch:
+                with LoraBatch(stack, segments, pad_to=pad_to, rank_class=to, ranks=ranks) as batch:
                     yield batch
 
     @property

@@ -137,10 +137,11 @@ class Leasing:
     @contextmanager
     def hold(
         self, pairs: Sequence[tuple[Lease, int]]
-    ) -> Iterator[tuple[list[tuple[int, int]], int]]:
+    ) -> Iterator[tuple[list[tuple[int, int]], dict[int, int]]]:
         """Hold the adapters of a batch once more, whatever becomes of their leases.
 
-        Yields ``(segments, largest rank)``, where a segment is ``(slot, number of tokens)``.
+        Yields ``(segments, ranks)``, where a segment is ``(slot, number of tokens)``, and ranks are
+        the largest of each slot.
         """
         segments: list[tuple[int, int]] = []
         copies: dict[Digest, Copy[GpuPlace]] = {}
@@ -159,7 +160,7 @@ class Leasing:
             for copy in copies.values():
                 gpu.lease(copy)
         try:
-            yield segments, max((copy.place.max_rank for copy in copies.values()), default=0)
+            yield segments, {copy.place.slot: copy.place.max_rank for copy in copies.values()}
         finally:
             with self._deciding.freeing():
                 for copy in copies.values():

@@ -58,6 +58,7 @@ class World:
             for rank in {first.rank_of(slot) for slot in range(adapters)}
         }
         ranks = [first.rank_of(slot) for slot in range(adapters)]
+        self.ranks = dict(enumerate(ranks))
         arena = ArenaShape(shape.rows, 1, shape.page_bytes, 2)
         pages_of = [arena.pages_for(specs[rank].elements) for rank in ranks]
         arena = ArenaShape(shape.rows, sum(pages_of), shape.page_bytes, 2)
@@ -67,7 +68,6 @@ class World:
         for slot, rank in enumerate(ranks):
             mine, pages = pages[: pages_of[slot]], pages[pages_of[slot] :]
             self.stack.table[slot].copy_(self.stack.row(specs[rank], mine))
-            self.stack.max_ranks[slot] = rank
 
     def measure(self, case: Case, *, milliseconds: float = 12) -> Figure:
         """Check, then time."""
@@ -78,7 +78,9 @@ class World:
         rank_class = rank_class_of(case.max_rank)
 
         def batch_of(segments: list[tuple[int, int]]) -> LoraBatch:
-            return LoraBatch(self.stack, segments, pad_to=case.tokens, rank_class=rank_class)
+            return LoraBatch(
+                self.stack, segments, pad_to=case.tokens, rank_class=rank_class, ranks=self.ranks
+            )
 
         def step(batch: LoraBatch) -> None:
             for layer in range(layers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class LoraBatch:
         pad_to: the number of rows of x and y, where it is larger than the number of tokens; rows
             beyond the tokens are left alone.
         rank_class: an upper bound of the ranks in the batch (see `rank_class_of`).
+        ranks: of slots, an upper bound of their own ranks, where it is lower: mixed ranks are
+            sooner done where this is told.
         wait: called with a layer before that layer's adapters are read.
 
     Raises:
@@ -52,6 +54,7 @@ class LoraBatch:
         *,
         pad_to: int | None = None,
         rank_class: int = 16,
+        ranks: Mapping[int, int] | None = None,
         wait: Callable[[int], None] | None = None,
     ) -> None:
         slots, counts = zip(*segments, strict=True) if segments else ((), ())
@@ -67,6 +70,7 @@ class LoraBatch:
         self.stack = stack
         self.segments = tuple(segments)
         self.rank_class = rank_class
+        self._ranks = ranks or {}
         self._wait = wait
         self.shape = WorkShape(self.num_rows, stack.num_slots)
         self.num_groups = 0
@@ -112,8 +116,7 @@ class LoraBatch:
                     "a LoraBatch is made before a CUDA graph is captured, and the batch that was "
                     f"made last for {self.num_rows} rows is the one to capture"
                 )
-            ranks = self.stack.max_ranks if self.rank_class > 16 else ()
-            numbers = self.shape.lay_out(self.segments, ranks)
+            numbers = self.shape.lay_out(self.segments, self.rank_class, self._ranks)
             self.num_groups = numbers[0]
             buffer.write(numbers, self._name)
             self.has_launched = False

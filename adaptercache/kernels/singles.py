@@ -7,8 +7,6 @@ units before are read.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
@@ -16,7 +14,6 @@ from adaptercache.kernels.groups import block_of
 from adaptercache.kernels.jit import pick, share_of
 from adaptercache.kernels.paging import load_tile
 
-V32 = tl.constexpr(int(os.environ.get("V32", "4")))
 __all__ = ["counts", "expand_singles", "shrink_singles"]
 
 

@@ -50,8 +50,6 @@ class LoraStack:
         start: ``int32 [slots, sites]``, in units of 512 elements; −1 = absent.
         rank: ``int32 [slots, sites]``; 0 = absent.
         scaling: ``float32 [slots, sites]``.
-        max_ranks: of each slot, an upper bound of its ranks, in CPU memory; to begin with, the
-            layout's. Only speed depends on how near it is.
 
     The four tables are views of one ``int32 [slots, row]`` tensor, ``table``, so that a slot is
     set by one copy of one row (see `row`). Their rows are therefore strided; the addresses never
@@ -84,7 +82,6 @@ class LoraStack:
         )
         self.scaling = scaling.view(torch.float32)
         self.start.fill_(-1)
-        self.max_ranks = [layout.max_rank] * num_slots
         self.device = self.arena.device
         self.dtype = dtype
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
@@ -140,7 +137,6 @@ class LoraStack:
                     start += align(a.numel())
                     vector[start : start + b.numel()] = b.t().flatten()
             stack.table[slot].copy_(stack.row(spec, range(first, first + pages[slot])))
-            stack.max_ranks[slot] = spec.max_rank
             first += pages[slot]
         return stack
 

@@ -20,7 +20,7 @@ its tokens are in groups, and the last two parts are not there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -103,21 +103,25 @@ class WorkShape:
         singles = self.num_rows if self.is_small else 0
         return HEADER + (1 + self.tile) * self.max_groups + 2 * singles
 
-    def lay_out(self, segments: Sequence[tuple[int, int]], ranks: Sequence[int]) -> array[int]:
+    def lay_out(
+        self, segments: Sequence[tuple[int, int]], rank_class: int, ranks: Mapping[int, int]
+    ) -> array[int]:
         """The numbers. O(tokens).
 
         Args:
-            ranks: the largest of each slot, or an upper bound of it; none given, 16 for all.
+            rank_class: an upper bound of all ranks.
+            ranks: of slots, a lower one of their own.
         """
         tile, few = self.tile, FEW if self.is_small else 1
         by_rank = (_Tokens(), _Tokens(), _Tokens())
-        over32, over16, its = by_rank
+        over32, over16, up_to16 = by_rank
+        its = up_to16
         groups: list[int] = []
         tokens = array("i")
         for slot, rows in rows_by_slot(segments).items():
-            if ranks:
-                rank = ranks[slot]
-                its = over32 if rank > 32 else over16 if rank > 16 else by_rank[2]
+            if rank_class > 16:
+                rank = ranks.get(slot, rank_class)
+                its = over32 if rank > 32 else over16 if rank > 16 else up_to16
             count = len(rows)
             alone = count % tile
             if alone >= few:

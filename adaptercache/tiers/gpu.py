@@ -124,7 +124,6 @@ class GpuTier:
                     filled = 0
             self._scatter(at[written : written + -(-filled // page_bytes)])
             stack.table[slot].copy_(row, non_blocking=True)
-        stack.max_ranks[slot] = spec.max_rank
 
     def _scatter(self, pages: Tensor) -> None:
         """The first pages of the staging buffer into these pages of the arena."""

@@ -81,7 +81,6 @@ class World:
                 self.stack.arena[j % rows, pages[j // rows], : len(piece)] = piece
             row = self.stack.row(VectorSpec.of(layout, each, scalings), pages)
             self.stack.table[slot].copy_(row)
-            self.stack.max_ranks[slot] = max(each)
 
     def want(self, x: Tensor, slots: list[int], index: int) -> tuple[Tensor, Tensor]:
         """The terms of one site in float64, and the sums of their terms' magnitudes."""
@@ -111,17 +110,20 @@ def check(
     slots = [slot for slot, tokens in segments for _ in range(tokens)]
     num_rows = (len(slots) if rows is None else rows) + pad
     slots += [-1] * (num_rows - len(slots))
-    largest = max(
-        (world.matrices[s][i][0].shape[0] for s in slots if s >= 0 for i in world.matrices[s]),
-        default=1,
-    )
+    ranks = {
+        slot: max((a.shape[0] for a, *_ in world.matrices[slot].values()), default=1)
+        for slot in {slot for slot in slots if slot >= 0}
+    }
+    largest = max(ranks.values(), default=1)
     dtype = world.stack.dtype
     generator = torch.Generator().manual_seed(len(slots))
     x = torch.randn(num_rows, layout.sites[sites[0]].in_features, generator=generator).to(dtype)
     widths = [layout.sites[i].out_features for i in sites]
     whole = torch.zeros(num_rows, sum(widths) + 8, dtype=dtype, device=DEVICE)
     outputs = list(whole[:, : sum(widths)].split(widths, dim=1))
-    batch = LoraBatch(world.stack, segments, pad_to=num_rows, rank_class=rank_class_of(largest))
+    rank_class = rank_class_of(largest)
+    told = ranks if len(slots) % 3 else {}
+    batch = LoraBatch(world.stack, segments, pad_to=num_rows, rank_class=rank_class, ranks=told)
     add_lora_triton(outputs, x.to(DEVICE), batch, world.stack.group(layer, modules))
     for index, got in zip(sites, outputs, strict=True) if num_rows else ():
         want, magnitude = world.want(x, slots, index)
