@@ -13,9 +13,9 @@ from adaptercache.checkpoint.features import CONVERT
 from adaptercache.checkpoint.json_object import parse_object
 from adaptercache.checkpoint.options import ReadOptions
 from adaptercache.checkpoint.pickle_file import read_pickle
-from adaptercache.checkpoint.regular_file import open_regular
 from adaptercache.checkpoint.safetensors_file import open_safetensors
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported, LoadFailed
+from adaptercache.regular_file import open_regular
 
 __all__ = ["find_weights", "read_config", "read_object", "read_tensors"]
 

@@ -20,8 +20,8 @@ from typing import Any, TypeGuard
 import torch
 
 from adaptercache.checkpoint.json_object import MOST_VALUES, parse_object
-from adaptercache.checkpoint.regular_file import open_regular
 from adaptercache.errors import AdapterInvalid, LoadFailed
+from adaptercache.regular_file import open_regular
 
 __all__ = ["open_safetensors"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from adaptercache.base_model import BaseModel
 from adaptercache.errors import AdapterInvalid
+from adaptercache.regular_file import open_regular
 
 __all__ = ["base_beside", "read_base"]
 
@@ -31,7 +32,7 @@ def read_base(path: Path) -> BaseModel:
     """
     file = path / _CONFIG if path.is_dir() else path
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             content = json.loads(opened.read(_LARGEST_FILE))
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")

@@ -30,8 +30,6 @@ _PAIRS_NEIGHBOURS = {
     "qwen3": False,
 }
 
-_MOST_LAYERS = 10_000
-
 
 def evens_then_odds(rows: int, head_dim: int) -> torch.Tensor:
     """Which row, paired by neighbours, comes where when paired by halves.
@@ -70,14 +68,6 @@ class RotaryBase:
                 f"torchtune's LoRA of {model_type:.40}",
                 where="model_type of the base's config",
                 remedy=f"merge it into the base; known are {', '.join(_PAIRS_NEIGHBOURS)}",
-            )
-        layers = content.get("num_hidden_layers")
-        if isinstance(layers, int) and layers > _MOST_LAYERS:  # the table has every layer
-            raise AdapterInvalid(
-                "the base's config is broken",
-                where="num_hidden_layers of the base's config",
-                found=layers,
-                expected=f"at most {_MOST_LAYERS}",
             )
         # torchtune's decoder always has its output layer, whatever the base is loaded as.
         decoder = {key: value for key, value in content.items() if key != "architectures"}

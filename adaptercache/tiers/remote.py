@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adaptercache.checkpoint.files import find_weights
 from adaptercache.errors import AdapterInvalid, AdapterNotFound, LoadFailed
+from adaptercache.regular_file import open_regular
 
 __all__ = ["CONFIG", "WEIGHTS", "DirectorySource", "Source", "TensorSource", "open_source"]
 
@@ -91,10 +92,11 @@ class DirectorySource:
         return {name: os.stat(folder / name).st_size for name in self._names(folder, adapter_id)}
 
     def read(self, adapter_id: str, revision: str, name: str, offset: int, into: memoryview) -> int:
-        with open(self._folder(adapter_id) / name, "rb", buffering=0) as file:
-            file.seek(offset)
+        with open_regular(self._folder(adapter_id) / name) as file:
             done = 0
-            while done < len(into) and (count := file.readinto(into[done:])):
+            while done < len(into) and (
+                count := os.preadv(file.fileno(), [into[done:]], offset + done)
+            ):
                 done += count
         if self.revision(adapter_id) != revision:
             raise LoadFailed("the adapter was rewritten while it was read", adapter_id=adapter_id)
