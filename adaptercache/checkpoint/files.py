@@ -7,17 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adaptercache.checkpoint.features import CONVERT
 from adaptercache.checkpoint.json_object import parse_object
 from adaptercache.checkpoint.options import ReadOptions
 from adaptercache.checkpoint.pickle_file import read_pickle
 from adaptercache.checkpoint.safetensors_file import open_safetensors
+from adaptercache.checkpoint.stored import StoredTensors
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported, LoadFailed
 from adaptercache.regular_file import open_regular
 
-__all__ = ["find_weights", "read_config", "read_object", "read_tensors"]
+__all__ = ["find_weights", "open_tensors", "read_config", "read_object"]
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -96,8 +95,9 @@ def find_weights(has: Callable[[str], bool], where: str) -> str | None:
     return None
 
 
-def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
-    """The tensors of the weights file by name: of safetensors always first.
+@contextmanager
+def open_tensors(directory: Path, options: ReadOptions) -> Iterator[StoredTensors]:
+    """The tensors of the weights file: of safetensors always first, and read when asked for.
 
     Raises:
         AdapterInvalid: there is no weights file, or it is broken.
@@ -112,8 +112,10 @@ def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tenso
             )
         if name in _PICKLES:
             _refuse_pickle(directory / name, options)
-            return read_pickle(directory / name)
-        return open_safetensors(directory / name)
+            yield StoredTensors.in_memory(read_pickle(directory / name))
+            return
+        with open_safetensors(directory / name) as stored:
+            yield stored
 
 
 def _refuse_pickle(path: Path, options: ReadOptions) -> None:

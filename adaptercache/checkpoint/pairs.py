@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,11 @@ class Pair:
     a: torch.Tensor
     b: torch.Tensor
     names: tuple[str, str]
+
+    def with_values(self, read: Callable[[str], torch.Tensor]) -> Pair:
+        """The pair with its tensors read (see `StoredTensors`)."""
+        a, b = (read(name) for name in self.names)
+        return replace(self, a=a, b=b)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ import torch
 
 from adaptercache.base_model import BaseModel
 from adaptercache.checkpoint.config import LoraConfig
-from adaptercache.checkpoint.files import read_config, read_tensors
+from adaptercache.checkpoint.files import open_tensors, read_config
 from adaptercache.checkpoint.fitting import fit
 from adaptercache.checkpoint.options import DEFAULT_OPTIONS, ReadOptions
-from adaptercache.checkpoint.pairs import sort_tensors
+from adaptercache.checkpoint.stored import StoredTensors
 from adaptercache.checkpoint.weights import Checkpoint
 
 __all__ = ["checkpoint_from_tensors", "read_checkpoint"]
@@ -42,7 +42,8 @@ def read_checkpoint(
     """
     directory = Path(path)
     config = LoraConfig.from_peft(read_config(directory), ignored_keys=options.ignored_config_keys)
-    return fit(sort_tensors(read_tensors(directory, options)), config, base, options)
+    with open_tensors(directory, options) as stored:
+        return fit(stored, config, base, options)
 
 
 def checkpoint_from_tensors(
@@ -62,4 +63,4 @@ def checkpoint_from_tensors(
     """
     parsed = LoraConfig.from_peft(config, ignored_keys=options.ignored_config_keys)
     on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    return fit(sort_tensors(on_cpu), parsed, base, options)
+    return fit(StoredTensors.in_memory(on_cpu), parsed, base, options)

@@ -40,7 +40,7 @@ _RESCALED = ("falcon_h1",)
 
 
 def read_mlx(source: Path, base: Mapping[str, Any] | None) -> ForeignAdapter:
-    """Reads the adapter in a directory; its tensors are views of the mapped file.
+    """Reads the adapter in a directory; into memory.
 
     Args:
         base: the content of the base model's ``config.json``, where known.
@@ -52,7 +52,8 @@ def read_mlx(source: Path, base: Mapping[str, Any] | None) -> ForeignAdapter:
     config = read_config(source)
     scale = _scale(config)
     _refuse_rescaled(config, base)
-    tensors = open_safetensors(source / "adapters.safetensors")
+    with open_safetensors(source / "adapters.safetensors") as stored:
+        tensors = stored.read_all()
     names = pair_up((name, _parse(name)) for name in tensors)
     pairs = tuple(
         pair
