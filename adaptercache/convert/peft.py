@@ -95,6 +95,7 @@ def _config(adapter: ForeignAdapter, base_model: str | None) -> dict[str, object
     others = _patterns(adapter, rank)
     return {
         "peft_type": "LORA",
+        "peft_version": "0.18.0",  # whose rule the patterns are for
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": rank,
