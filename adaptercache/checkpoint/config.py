@@ -89,14 +89,25 @@ class LoraConfig:
         fits = (rank for pattern, rank in self.rank_patterns if pattern.matches(path))
         return next(fits, self.rank)
 
-    def scaling_of(self, path: str, rank: int) -> float:
+    def scaling_of(self, path: str, rank: int, wrapped: str = "") -> float:
         """alpha / rank, or alpha / √rank for rsLoRA, alpha by the same path and rule.
+
+        Args:
+            wrapped: the path that PEFT may also have known the module by.
 
         Raises:
             AdapterInvalid: it is no positive float32.
-            AdapterUnsupported: releases that it may have been trained with have other alphas.
+            AdapterUnsupported: releases that it may have been trained with have other alphas, or
+                the two paths have.
         """
-        scaling = self._alpha_of(path) / (math.sqrt(rank) if self.is_rslora else rank)
+        alpha = self._alpha_of(path)
+        if wrapped and self._alpha_of(wrapped) != alpha:
+            raise AdapterUnsupported(
+                "a pattern that fits a path with its wrappers, or without, and not both",
+                where=f"alpha_pattern, {wrapped}",
+                remedy="write patterns that fit the end of the path",
+            )
+        scaling = alpha / (math.sqrt(rank) if self.is_rslora else rank)
         if not 1 / _LARGEST_FLOAT32 < scaling < _LARGEST_FLOAT32:
             raise AdapterInvalid(
                 "the scaling is no positive float32",

@@ -124,7 +124,9 @@ def _of_the_module(pair: Pair, module: BaseModule, config: LoraConfig) -> Pair:
 
 def _weights(pair: Pair, config: LoraConfig) -> LoraWeights:
     parameter = f"{pair.module}.weight"  # PEFT matches a router's parameter by its full name
-    path = parameter if config.targets_parameter(parameter) else pair.module
+    is_parameter = config.targets_parameter(parameter)
+    path = parameter if is_parameter else pair.module
+    wrapped = f"{pair.wrapped}.weight" if is_parameter and pair.wrapped else pair.wrapped
     rank, expected = pair.a.shape[0], config.rank_of(path)
     if pair.b.shape[1] != rank:
         raise AdapterInvalid(
@@ -146,7 +148,7 @@ def _weights(pair: Pair, config: LoraConfig) -> LoraWeights:
             found=f"rank {rank} in the tensors",
             expected=f"rank {expected} by r and rank_pattern",
         )
-    return LoraWeights(pair.a, pair.b, config.scaling_of(path, rank), rank)
+    return LoraWeights(pair.a, pair.b, config.scaling_of(path, rank, wrapped), rank)
 
 
 def _check_shape(pair: Pair, path: str, module: BaseModule) -> None:
