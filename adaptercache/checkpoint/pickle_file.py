@@ -49,7 +49,8 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
             found=f"{claimed} bytes of tensors in a file of {size}",
             expected="each tensor with its own data",
         )
-    return {name: tensor.detach() for name, tensor in content.items()}
+    # Its bytes have to be its values: a pickle can also say that they are the negated ones.
+    return {name: tensor.detach().resolve_neg() for name, tensor in content.items()}
 
 
 def _load(file: BufferedReader, size: int, path: Path) -> Any:

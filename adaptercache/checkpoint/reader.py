@@ -16,6 +16,7 @@ from adaptercache.checkpoint.fitting import fit
 from adaptercache.checkpoint.options import DEFAULT_OPTIONS, ReadOptions
 from adaptercache.checkpoint.stored import StoredTensors
 from adaptercache.checkpoint.weights import Checkpoint
+from adaptercache.errors import AdapterInvalid
 
 __all__ = ["checkpoint_from_tensors", "read_checkpoint"]
 
@@ -62,5 +63,17 @@ def checkpoint_from_tensors(
         AdapterInvalid, AdapterUnsupported: as `read_checkpoint`.
     """
     parsed = LoraConfig.from_peft(config, ignored_keys=options.ignored_config_keys)
-    on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    on_cpu = {name: _dense(name, tensor) for name, tensor in tensors.items()}
     return fit(StoredTensors.in_memory(on_cpu), parsed, base, options)
+
+
+def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """In CPU memory, its bytes its values."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise AdapterInvalid(
+            "a tensor without dense values",
+            where=name,
+            found="a tensor on meta" if tensor.is_meta else f"a tensor of layout {tensor.layout}",
+            expected="a dense tensor",
+        )
+    return tensor.detach().cpu().resolve_neg()

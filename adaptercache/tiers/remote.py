@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from adaptercache.checkpoint.files import find_weights
@@ -136,6 +137,21 @@ class DirectorySource:
         return [CONFIG, weights] if weights else [CONFIG]
 
 
+def _copy(name: str, tensor: object) -> Tensor:
+    """In CPU memory of its own, row-major, its bytes its values."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: give a torch tensor")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise TypeError(f"{name} has no dense values: give a strided tensor")
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _as_list(value: object) -> list[object]:
+    if isinstance(value, (set, frozenset)):  # PEFT's own target_modules
+        return sorted(value, key=str)
+    raise TypeError(f"the config has {value!r:.80}: give what JSON can say")
+
+
 class TensorSource:
     """Adapters that the caller has put here, in memory, in PEFT's format. Thread-safe."""
 
@@ -150,15 +166,15 @@ class TensorSource:
 
         Args:
             tensors: by PEFT's names, as in ``adapter_model.safetensors``. They are copied.
-            config: as in ``adapter_config.json``.
+            config: as in ``adapter_config.json``, or what PEFT's ``LoraConfig.to_dict`` gives.
+
+        Raises:
+            TypeError: a tensor that has no dense values, or a config that JSON can't say.
         """
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} is a {type(tensor).__name__}: give a torch tensor")
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        copies = {name: _copy(name, tensor) for name, tensor in tensors.items()}
         files = {
-            CONFIG: json.dumps(dict(config)).encode(),
-            WEIGHTS: safetensors.torch.save(contiguous, {"format": "pt"}),
+            CONFIG: json.dumps(dict(config), default=_as_list).encode(),
+            WEIGHTS: safetensors.torch.save(copies, {"format": "pt"}),
         }
         revision = hashlib.sha256(files[CONFIG] + files[WEIGHTS]).hexdigest()
         with self._lock:
