@@ -195,7 +195,8 @@ def _through_transformers(content: Mapping[str, Any], model_type: str) -> BaseMo
             # Saved models name their class; of a config that was made in memory the type tells.
             speaks = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
             sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            auto = "AutoModelForImageTextToText" if sees and not speaks else "AutoModelForCausalLM"
+            sees &= not speaks or "vision_config" in content
+            auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
             build = getattr(transformers, auto).from_config
         with _bounded_work(), torch.device("meta"):
             model = build(config)
