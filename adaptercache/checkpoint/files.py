@@ -41,7 +41,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / _CONFIG
     with _reading(path):
         if not directory.is_dir():
-            raise AdapterInvalid("there is no such adapter directory", where=str(directory))
+            raise AdapterInvalid(
+                "there is no such adapter directory",
+                where=str(directory),
+                found="a file" if directory.exists() else "nothing",
+                expected="the directory of the adapter's files",
+            )
         if not path.exists():
             raise AdapterInvalid(
                 "the adapter has no config", where=str(directory), expected=_CONFIG
@@ -120,10 +125,11 @@ def open_tensors(directory: Path, options: ReadOptions) -> Iterator[StoredTensor
 
 def _refuse_pickle(path: Path, options: ReadOptions) -> None:
     if not options.allow_pickle:
+        remedy = "save it as safetensors, or read it with ReadOptions(allow_pickle=True)"
+        if path.suffix == ".pt":
+            remedy = f"if torchtune wrote it, {CONVERT}; else {remedy}"
         raise AdapterUnsupported(
-            f"weights in a pickle ({path.name})",
-            where=str(path),
-            remedy="save it as safetensors, or read it with ReadOptions(allow_pickle=True)",
+            f"weights in a pickle ({path.name})", where=str(path), remedy=remedy
         )
 
 
