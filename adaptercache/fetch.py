@@ -151,9 +151,9 @@ class Fetcher:
     def _pack(self, folder: Path, key: AdapterKey, checkpoint: Checkpoint, nbytes: int) -> Fetched:
         """Publish a folder with its packed file; ``nbytes`` came from the source."""
         spec = spec_of(checkpoint, self._layout)
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        # Claimed anew, as one sum: two downloads that each hold a part would wait for ever.
-        with self._claimed(size + packed_size(self._layout, spec)):
+        # Claimed anew, as one sum: two downloads that each hold a part would wait for ever. What was
+        # here before is linked, and counted already.
+        with self._claimed(nbytes + packed_size(self._layout, spec)):
             self._publish(folder, key, checkpoint)
         return Fetched(key, checkpoint.digest, spec.elements, nbytes)
 

@@ -138,10 +138,12 @@ def _rank(value: object, where: str) -> int:
 
 
 def _alpha(value: object, where: str) -> float:
-    # verl exports lora_alpha 0: nothing that it could mean is the adapter as it was trained.
     if isinstance(value, (int, float)) and value is not True and 0 < value < _LARGEST_FLOAT32:
         return float(value)
-    raise _broken(where, value, "an alpha: a positive finite number")
+    # Nothing that 0 could mean is the adapter as it was trained.
+    is_zero = type(value) in (int, float) and value == 0
+    remedy = "write the alpha that it was trained with; verl exports 0" if is_zero else ""
+    raise _broken(where, value, "an alpha: a positive finite number", remedy)
 
 
 def _flag(value: object, where: str) -> bool:
@@ -170,7 +172,11 @@ def _version(value: object) -> tuple[int, ...]:
     return tuple(int(number or 0) for number in numbers.groups()) if numbers else ()
 
 
-def _broken(where: str, found: object, expected: str) -> AdapterInvalid:
+def _broken(where: str, found: object, expected: str, remedy: str = "") -> AdapterInvalid:
     return AdapterInvalid(
-        "the adapter's config is broken", where=where, found=f"{found!r:.80}", expected=expected
+        "the adapter's config is broken",
+        where=where,
+        found=f"{found!r:.80}",
+        expected=expected,
+        remedy=remedy,
     )

@@ -18,9 +18,11 @@ def rank_of_two(tiny: Any, rank: int) -> LoraLayout:
     return LoraLayout(tiny.layout.base, max_rank=16, dtype="float32", tp_rank=rank, tp_size=2)
 
 
-def cache_of(layout: LoraLayout, source: FakeSource, disk: Path) -> AdapterCache:
+def cache_of(
+    layout: LoraLayout, source: FakeSource, disk: Path, disk_bytes: int = 1 << 30
+) -> AdapterCache:
     sizes = {"gpu_bytes": 1 << 20, "host_bytes": 1 << 20, "host_block_bytes": 4096}
-    return AdapterCache(layout, source, disk_dir=disk, device="cpu", **sizes)
+    return AdapterCache(layout, source, disk_dir=disk, disk_bytes=disk_bytes, device="cpu", **sizes)
 
 
 def packed_vector(disk: Path, layout: LoraLayout) -> bytes:
@@ -90,3 +92,17 @@ def test_a_layout_without_a_place_for_it_says_so_without_the_source(
         cache.acquire("a").result(10)
     assert source.calls["read", "a"] == 2
     assert not any((tmp_path / "tmp").glob("*/*"))
+
+
+@pytest.mark.timeout(20)
+def test_what_is_here_already_takes_no_second_room(tiny: Any, tmp_path: Path) -> None:
+    source, layouts = tiny.source("a"), [rank_of_two(tiny, rank) for rank in range(2)]
+    sizes = []
+    for layout in layouts:
+        with cache_of(layout, source, tmp_path / "roomy") as cache:
+            tiny.load(cache, "a")
+        sizes.append(sum(path.stat().st_size for path in tmp_path.glob("roomy/objects/*/*")))
+    for layout in layouts:
+        with cache_of(layout, source, tmp_path / "tight", disk_bytes=sizes[1]) as cache:
+            tiny.load(cache, "a")
+    assert source.calls["read", "a"] == 4
