@@ -151,8 +151,8 @@ class Fetcher:
     def _pack(self, folder: Path, key: AdapterKey, checkpoint: Checkpoint, nbytes: int) -> Fetched:
         """Publish a folder with its packed file; ``nbytes`` came from the source."""
         spec = spec_of(checkpoint, self._layout)
-        # Claimed anew, as one sum: two downloads that each hold a part would wait for ever. What was
-        # here before is linked, and counted already.
+        # Claimed anew, as one sum: two downloads that each hold a part would wait for ever. Of what
+        # was here before, the files are linked and counted already.
         with self._claimed(nbytes + packed_size(self._layout, spec)):
             self._publish(folder, key, checkpoint)
         return Fetched(key, checkpoint.digest, spec.elements, nbytes)
