@@ -3,15 +3,21 @@ patterns gave rank and alpha, so that we read another scaling than an adapter wa
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from adaptercache import BaseModel
+from adaptercache.checkpoint import read_checkpoint
 from adaptercache.checkpoint.config import LoraConfig
 from adaptercache.errors import AdapterUnsupported
 
@@ -97,3 +103,31 @@ def test_the_first_pattern_of_the_rank_took_the_alpha_with_it() -> None:
 def test_an_expression_that_no_old_release_took_is_of_a_new_one() -> None:
     assert scaling({}, {"q_proj)|(v_proj": 5}, PATHS[0]) == 5
     assert scaling({}, {r"^model\.layers\.0\..*": 5}, PATHS[0]) == 5
+
+
+SAVED = Path(__file__).parents[1] / "conformance" / "patterns_before_0.14"
+"""As PEFT 0.12.0 saved it, and what its own merge added to each weight."""
+BASE = BaseModel.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 67,
+    }
+)
+
+
+def test_an_adapter_of_0_12_is_read_as_0_12_trained_it_once_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AdapterUnsupported, match=r"layers\.0\.self_attn\.v_proj: alpha 5\.0 or 9"):
+        read_checkpoint(SAVED, BASE)
+    shutil.copytree(SAVED, tmp_path, dirs_exist_ok=True)
+    config = json.loads((SAVED / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "peft_version": "0.12.0"}))
+    checkpoint = read_checkpoint(tmp_path, BASE)
+    golden = load_file(SAVED / "golden.safetensors")
+    assert set(checkpoint.modules) == set(golden)
+    for path, want in golden.items():
+        assert (checkpoint.delta(path) - want).abs().max() <= 1e-5 * want.abs().max()
