@@ -147,9 +147,9 @@ class AdapterCache:
             See `Admission`. Every lease in it is ready and is the caller's to release.
 
         Raises:
-            CacheClosed: nothing else.
+            CacheClosed, TypeError: nothing else.
         """
-        return self._leasing.admit(tuple(waiting), running, max_adapters)
+        return self._leasing.admit(waiting, running, max_adapters)
 
     @contextmanager
     def lora_batch(
@@ -170,10 +170,10 @@ class AdapterCache:
 
         Raises:
             RuntimeError: a lease that is not ready, or was released.
-            ValueError: more tokens than ``pad_to``, or ranks over ``rank_to``.
+            TypeError, ValueError: no such pairs; more tokens, or ranks, than was said.
             AdapterCacheError: the GPU's memory was given back (`drop_gpu`).
         """
-        with self._leasing.hold(list(pairs)) as (segments, ranks):
+        with self._leasing.hold(pairs) as (segments, ranks):
             rank = max(ranks.values(), default=0)
             if rank_to is not None and rank > rank_to:
                 raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")

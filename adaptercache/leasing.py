@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from adaptercache.arena import GpuPlace
 from adaptercache.batch import Decision, Request, plan
@@ -82,11 +83,17 @@ class Leasing:
 
     def admit(
         self,
-        waiting: Sequence[Request],
+        waiting: Iterable[Request],
         running: Iterable[tuple[Request, Lease]],
         max_adapters: int | None,
     ) -> Admission:
-        digests = {lease.digest for _, lease in running}
+        waiting = _all_of("waiting", waiting)
+        for request in waiting:
+            if not isinstance(request, Request):
+                raise TypeError(f"waiting has {request!r:.80}: give a Request")
+        digests = _digests_of(_all_of("running", running))
+        if not isinstance(max_adapters, (int, type(None))):
+            raise TypeError(f"max_adapters is {max_adapters!r:.80}: give an int, or None")
         with self._deciding.lock:
             self._deciding.check_open()
             decision = plan(
@@ -136,35 +143,47 @@ class Leasing:
 
     @contextmanager
     def hold(
-        self, pairs: Sequence[tuple[Lease, int]]
+        self, pairs: Iterable[tuple[Lease, int]]
     ) -> Iterator[tuple[list[tuple[int, int]], dict[int, int]]]:
         """Hold the adapters of a batch once more, whatever becomes of their leases.
 
         Yields ``(segments, ranks)``, where a segment is ``(slot, number of tokens)``, and ranks are
         the largest of each slot.
         """
-        segments: list[tuple[int, int]] = []
-        copies: dict[Digest, Copy[GpuPlace]] = {}
-        gpu = self._ledger.gpu
+        pairs = _all_of("pairs", pairs)
         with self._deciding.lock:
             self._deciding.check_open()
             self._ledger.waiting.kv_promised = 0
-            for lease, tokens in pairs:
-                grant = lease.served()
-                if grant is None:
-                    segments.append((BASE_SLOT, tokens))
-                    continue
-                segments.append((grant.slot, tokens))
-                if grant.digest not in copies:
-                    copies[grant.digest] = gpu[grant.digest]
+            try:
+                segments, copies = self._segments_of(pairs)
+            except (TypeError, ValueError, AttributeError):
+                meant = "(Lease, number of tokens)"
+                raise _no_pair("pairs", pairs, (Lease, int), meant) from None
             for copy in copies.values():
-                gpu.lease(copy)
+                self._ledger.gpu.lease(copy)
         try:
             yield segments, {copy.place.slot: copy.place.max_rank for copy in copies.values()}
         finally:
             with self._deciding.freeing():
                 for copy in copies.values():
                     self._ledger.unhold(Tier.GPU, copy.digest)
+
+    def _segments_of(
+        self, pairs: Iterable[tuple[Lease, int]]
+    ) -> tuple[list[tuple[int, int]], dict[Digest, Copy[GpuPlace]]]:
+        segments: list[tuple[int, int]] = []
+        copies: dict[Digest, Copy[GpuPlace]] = {}
+        gpu = self._ledger.gpu
+        for lease, tokens in pairs:
+            grant = lease.served()
+            if grant is None:
+                segments.append((BASE_SLOT, tokens))
+                continue
+            segments.append((grant.slot, tokens))
+            if grant.digest not in copies:
+                copies[grant.digest] = gpu[grant.digest]
+        operator.index(sum(tokens for _, tokens in segments))
+        return segments, copies
 
     def take_back(self, grant: Grant) -> None:
         """A lease is released; whoever waits for room may get it now."""
@@ -209,3 +228,29 @@ class Leasing:
         self._told.put(None)
         if self._janitor is not threading.current_thread():
             self._janitor.join()
+
+
+# What callers give. Looked at closely only once it has failed: a step must not pay for it.
+
+
+def _all_of(name: str, values: Iterable[Any]) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} is {values!r:.80}: give a list") from None
+
+
+def _digests_of(running: list[tuple[Request, Lease]]) -> set[Digest | None]:
+    try:
+        return {lease.digest for _, lease in running}
+    except (TypeError, ValueError, AttributeError):
+        raise _no_pair("running", running, (object, Lease), "(Request, Lease)") from None
+
+
+def _no_pair(name: str, values: list[Any], kinds: tuple[type, type], meant: str) -> TypeError:
+    """The error for the first of ``values`` that is no pair of these kinds."""
+    for place, value in enumerate(values):
+        is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+        if not is_pair or not all(map(isinstance, value, kinds)):
+            return TypeError(f"{name}[{place}] is {value!r:.80}: give {meant}")
+    return TypeError(f"{name}: give {meant}")
