@@ -5,6 +5,7 @@ import logging
 from adaptercache.base_model import BaseModel
 from adaptercache.batch import Request
 from adaptercache.cache import AdapterCache
+from adaptercache.caps import Caps
 from adaptercache.errors import (
     AdapterCacheError,
     AdapterInvalid,
@@ -34,6 +35,7 @@ __all__ = [
     "BaseModel",
     "CacheClosed",
     "CapacityError",
+    "Caps",
     "Digest",
     "DirectorySource",
     "KVLayout",

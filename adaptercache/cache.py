@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from adaptercache.assembly import Budgets, assemble
 from adaptercache.batch import Request
+from adaptercache.caps import Caps
 from adaptercache.checkpoint import ReadOptions
-from adaptercache.errors import CacheClosed
 from adaptercache.identity import AdapterKey, Digest, check_id
 from adaptercache.kernels import LoraBatch, rank_class_of, warmup
 from adaptercache.kv import KVPages
@@ -135,21 +136,25 @@ class AdapterCache:
         *,
         running: Iterable[tuple[Request, Lease]] = (),
         max_adapters: int | None = None,
+        caps: Caps | None = None,
     ) -> Admission:
         """Decide which waiting requests join the next batch, and start loads for the others.
 
         Args:
             waiting: in order of arrival: all of them; who is missing is taken to be gone.
             running: the batch as it is.
-            max_adapters: cap on the distinct adapters of the batch.
+            max_adapters: cap on the distinct adapters of the batch; short for ``caps``.
+            caps: more caps, and how to choose under them.
 
         Returns:
             See `Admission`. Every lease in it is ready and is the caller's to release.
 
         Raises:
-            CacheClosed: nothing else.
+            CacheClosed: nothing else, but for a ValueError where two requests have one id.
         """
-        return self._leasing.admit(tuple(waiting), running, max_adapters)
+        if max_adapters is not None:
+            caps = replace(caps or Caps(), adapters=max_adapters)
+        return self._leasing.admit(tuple(waiting), running, caps or Caps())
 
     @contextmanager
     def lora_batch(
@@ -273,20 +278,7 @@ class AdapterCache:
 
         Memory that a step still reads lives as long as its batch.
         """
-        with self._deciding:
-            if self._deciding.closed:
-                return
-            self._deciding.closed = True
-            for grant in self._ledger.waiting.grants():
-                self._ledger.fail(grant, CacheClosed())
-            self._parts.lifter.close()
-        self._gpu.streams.close()
-        self._parts.movers.close()
-        self._leasing.close()
-        self._deciding.tell()
-        self._parts.disk.close()
-        self._parts.host.close()
-        self._gpu.drop()
+        self._parts.close()
 
     def __enter__(self) -> AdapterCache:
         return self

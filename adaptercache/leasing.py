@@ -9,11 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Final, Literal
 
 from adaptercache.arena import GpuPlace
-from adaptercache.batch import Decision, Request, plan
+from adaptercache.batch import Batch, Decision, Request, plan
+from adaptercache.caps import Caps
 from adaptercache.deciding import Deciding
 from adaptercache.identity import Digest, check_id
 from adaptercache.kernels.segments import BASE_SLOT
@@ -67,7 +70,7 @@ class Leasing:
 
     def _acquire_later(self, grant: Grant) -> Lease:
         lease = Lease.pending(grant.adapter_id, grant, self)
-        with self._deciding:
+        with self._deciding.lock:
             self._deciding.check_open()
             error = self._ledger.standing(grant.adapter_id).error
             if error is not None:
@@ -78,28 +81,27 @@ class Leasing:
                 if self._ledger.waiting.kv_promised:
                     self._told.put(LOOK_AT_PROMISE)
                 self._ledger.settle(grant.adapter_id)
+                self._lifter.look_for(grant.adapter_id)
+        self._deciding.tell()
         return lease
 
     def admit(
-        self,
-        waiting: Sequence[Request],
-        running: Iterable[tuple[Request, Lease]],
-        max_adapters: int | None,
+        self, waiting: Sequence[Request], running: Iterable[tuple[Request, Lease]], caps: Caps
     ) -> Admission:
-        digests = {lease.digest for _, lease in running}
+        pairs = list(running)
+        _check_distinct(request.request_id for request in chain(waiting, (r for r, _ in pairs)))
+        digests = [digest for _, lease in pairs if (digest := lease.digest) is not None]
+        tokens = sum(request.num_tokens for request, _ in pairs)
+        line = self._ledger.waiting
         with self._deciding.lock:
             self._deciding.check_open()
-            decision = plan(
-                waiting,
-                self._lifts,
-                running={digest for digest in digests if digest is not None},
-                max_adapters=max_adapters,
-            )
+            batch = Batch(digests, tokens, caps, line.overdue)
+            decision = plan(waiting, self._lifts, batch)
             admitted = [self._admitted(*pair) for pair in decision.admitted]
             self._lifts.apply(decision)
             self._lifter.copy(decision.loads)
             self._note_waiting(decision)
-            self._ledger.waiting.bypasses += bool(decision.admitted)
+            line.bypasses += bool(decision.admitted)
             self._lifts.be_fair(decision.refused)
             self._lifter.lift_to_host()
         self._deciding.tell()
@@ -127,7 +129,12 @@ class Leasing:
 
     def _note_waiting(self, decision: Decision) -> None:
         ledger = self._ledger
-        ledger.waiting.replace_requests(decision.deferred, ledger.clock(), ledger.found_in)
+        ids = dict.fromkeys(map(attrgetter("adapter_id"), decision.deferred))
+        ids.pop(None, None)
+        ledger.waiting.replace_requests(
+            decision.deferred, decision.reasons.keys(), ids, ledger.clock(), ledger.found_in
+        )
+        ledger.waiting.note_capped(decision.capped, bool(decision.admitted))
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in decision.admitted)
         ledger.waiting.starved = True  # perhaps: the next that frees room finds out
         ledger.counters.deferred.update(Counter(decision.reasons.values()))
@@ -208,3 +215,11 @@ class Leasing:
         self._told.put(None)
         if self._janitor is not threading.current_thread():
             self._janitor.join()
+
+
+def _check_distinct(request_ids: Iterable[str]) -> None:
+    """Raises ValueError where an id comes twice: its reason, and its KV pages, would be whose?"""
+    ids = list(request_ids)
+    if len(set(ids)) != len(ids):
+        twice = next(request_id for request_id, times in Counter(ids).items() if times > 1)
+        raise ValueError(f"two requests are called {twice!r}: ids are unique, running ones too")

@@ -25,6 +25,7 @@ from adaptercache.waiting import Grant, WaitingList
 __all__ = ["Ledger"]
 
 PlaceT = TypeVar("PlaceT")
+UNKNOWN = Standing()  # of every id that was never seen: not to be changed
 
 
 class Ledger:
@@ -71,7 +72,9 @@ class Ledger:
                 return Standing(digest, reason="room")
             return Standing(digest, ready=self.gpu_up and copy.state is State.RESIDENT)
         error = self.waiting.failed.get(adapter_id)
-        return Standing(digest, error=error or self.failures.get(adapter_id, self.clock()))
+        if error is None and adapter_id in self.failures:
+            error = self.failures.get(adapter_id, self.clock())
+        return UNKNOWN if digest is None and error is None else Standing(digest, error=error)
 
     def found_in(self, adapter_id: str) -> str:
         """The top tier that has it whole, for the metrics."""

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 
 from adaptercache.arena import HostPlace
 from adaptercache.batch import Decision, KVRoom, Load, Standing
+from adaptercache.caps import Footprint
 from adaptercache.catalog import Known
 from adaptercache.identity import Digest
 from adaptercache.ledger import Ledger
@@ -20,10 +21,11 @@ from adaptercache.pages import Owner
 from adaptercache.placement import Placement, Want, place
 from adaptercache.residency import Copy
 from adaptercache.stats import Tier
+from adaptercache.waiting import MAX_BYPASSES
 
 __all__ = ["Lifts"]
 
-MAX_BYPASSES = 100  # hits, or decisions that admitted somebody, past the first in line
+MANY_NAMES = 256  # of one content
 NOTHING = Placement((), (), (), 0)
 
 
@@ -35,6 +37,24 @@ class Lifts:
 
     def standing(self, adapter_id: str) -> Standing:
         return self._ledger.standing(adapter_id)
+
+    def settled(self) -> Collection[str] | None:
+        ledger = self._ledger
+        ids = {*ledger.waiting.failed, *ledger.failures}
+        for copy in ledger.gpu:
+            names = ledger.catalog.few_ids_of(copy.digest, MANY_NAMES)
+            if names is None:
+                return None
+            ids.update(names)
+        return ids
+
+    def names_of(self, digests: Collection[Digest]) -> Collection[str]:
+        ids_of = self._ledger.catalog.ids_of
+        return {name for digest in digests for name in ids_of(digest)}
+
+    def footprint(self, digest: Digest) -> Footprint:
+        place = self._ledger.gpu[digest].place
+        return Footprint(place.max_rank, len(place.pages))
 
     def kv_room(self) -> KVRoom:
         return self._ledger.gpu.kv_room()
