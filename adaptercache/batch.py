@@ -18,7 +18,7 @@ from adaptercache.identity import Digest, check_id
 from adaptercache.placement import Placement
 from adaptercache.step_room import KVRoom, StepRoom
 
-__all__ = ["Batch", "Decision", "KVRoom", "Load", "Request", "Standing", "check_distinct", "plan"]
+__all__ = ["Batch", "Decision", "KVRoom", "Load", "Request", "Standing", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
