@@ -45,7 +45,7 @@ LAYERS = (
     ("adaptercache",),  # the package's own __init__: the public names
 )
 ORDER = {name: place for place, name in enumerate(chain.from_iterable(LAYERS))}
-FOLDERS = {"checkpoint", "convert", "kernels", "testing", "cli", "integrations"}
+FOLDERS = {"checkpoint", "convert", "merge", "kernels", "testing", "cli", "integrations"}
 
 # No torch, no I/O, no clock, no randomness, no lock, no log: all that deciding may import.
 PURE = {

@@ -15,7 +15,7 @@ from adaptercache.errors import AdapterCacheError
 __all__ = ["REFUSED", "Part", "Refusal", "refusing"]
 
 REFUSED = 1  # the exit code; a wrong use of a command is 2
-Part: TypeAlias = Literal["reader", "base", "layout", "plan", "converter"]
+Part: TypeAlias = Literal["reader", "base", "layout", "plan", "converter", "merger"]
 
 _FACTS = ("feature", "where", "found", "expected", "needed", "limit", "unit", "remedy")
 _OPTIONS = {
@@ -23,6 +23,7 @@ _OPTIONS = {
     "text_only": "--text-only",
     "ignored_config_keys": "--ignore-config-key",
     "max_rank": "--max-rank",
+    "untie": "--untie",
     "from_table": "give a JSON table of its modules",
 }
 """What the library's remedies speak of, and what it is on the command line."""
@@ -63,7 +64,7 @@ class Refusal:
     def _option(self) -> str:
         remedy = str(getattr(self.error, "remedy", ""))
         names = (option for name, option in _OPTIONS.items() if name in remedy)
-        return next(names, "") if self.by in ("reader", "base", "layout") else ""
+        return next(names, "") if self.by in ("reader", "base", "layout", "merger") else ""
 
 
 @contextmanager
