@@ -20,7 +20,18 @@ PACKAGE = Path(__file__).parent.parent / "adaptercache"
 # A name stands for one file; the FOLDERS' stand for whatever is in them.
 DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
-    *("caps", "step_room", "batch", "waiting", "arena", "ledger", "lifts", "routing", "prefix"),
+    *(
+        "rates",
+        "caps",
+        "step_room",
+        "batch",
+        "waiting",
+        "arena",
+        "ledger",
+        "lifts",
+        "routing",
+        "prefix",
+    ),
 )
 TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
 LAYERS = (
