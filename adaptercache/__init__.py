@@ -2,6 +2,7 @@
 
 import logging
 
+from adaptercache.advice import Advice
 from adaptercache.base_model import BaseModel
 from adaptercache.batch import Request
 from adaptercache.cache import AdapterCache
@@ -32,6 +33,7 @@ __all__ = [
     "AdapterNotFound",
     "AdapterUnsupported",
     "Admission",
+    "Advice",
     "BaseModel",
     "CacheClosed",
     "CapacityError",

@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from adaptercache.advice import Advice, advise
 from adaptercache.assembly import Budgets, assemble
 from adaptercache.batch import Request
 from adaptercache.caps import Caps
@@ -249,6 +250,12 @@ class AdapterCache:
         """Counters and gauges; a frozen value."""
         with self._deciding.lock:
             return snapshot(self._ledger, self._parts.movers)
+
+    def advice(self, instances: int = 1) -> tuple[Advice, ...]:
+        """Adapters whose share of the last minutes' traffic would fill one of ``instances`` like
+        this: candidates for `merge`. See `Advice`."""
+        with self._deciding.lock:
+            return advise(self._ledger.traffic, instances, self._ledger.clock())
 
     # -- the GPU's memory
 

@@ -114,10 +114,11 @@ class Leasing:
         )
 
     def _admitted(self, request: Request, digest: Digest | None) -> tuple[Request, Lease]:
-        if request.adapter_id is None:
-            return request, Lease(None, None, None)
         ledger = self._ledger
         now = ledger.clock()
+        if request.adapter_id is None:
+            ledger.traffic.add(None, now)
+            return request, Lease(None, None, None)
         since, found = ledger.waiting.first_seen(request.request_id) or (now, GPU)
         ledger.counters.requests[found, "hit" if found == GPU else "miss"] += 1
         if found != GPU:

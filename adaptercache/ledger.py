@@ -18,6 +18,7 @@ from adaptercache.batch import Standing
 from adaptercache.catalog import Catalog, Failures, Known
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import AdapterKey, Digest
+from adaptercache.rates import Rates
 from adaptercache.residency import Copy, Residency, State
 from adaptercache.stats import Counters, Tier
 from adaptercache.waiting import Grant, WaitingList
@@ -25,6 +26,7 @@ from adaptercache.waiting import Grant, WaitingList
 __all__ = ["Ledger"]
 
 PlaceT = TypeVar("PlaceT")
+TRAFFIC_MEMORY_S = 600.0
 UNKNOWN = Standing()  # of every id that was never seen: not to be changed
 
 
@@ -56,6 +58,8 @@ class Ledger:
         self.failures = Failures()
         self.waiting = WaitingList()
         self.counters = Counters()
+        self.traffic = Rates(TRAFFIC_MEMORY_S)
+        """Leases served by adapter id, and base-model requests admitted."""
         self.gpu_up = True
         self.outbox: list[Callable[[], None]] = []
         self.on_evict: Callable[[Tier, Digest], None] | None = None
@@ -155,6 +159,7 @@ class Ledger:
             return False
         self.gpu.lease(copy)
         self.waiting.forget_hint(grant.adapter_id)
+        self.traffic.add(grant.adapter_id, grant.since)
         grant.digest = known.digest
         grant.slot = copy.place.slot
         grant.key = AdapterKey(grant.adapter_id, known.revision)  # last: it is ready from now on

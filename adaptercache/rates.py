@@ -29,7 +29,7 @@ class Rates:
     def __init__(self, memory_s: float, capacity: int = 65536) -> None:
         self._memory_s = memory_s
         self._capacity = capacity
-        self._counts: dict[str, float] = {}
+        self._counts: dict[str | None, float] = {}
         self._total = 0.0
         self._origin: float | None = None  # where the weight is 1
         self._first = 1.0  # the weight of the first moment
@@ -37,7 +37,7 @@ class Rates:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def add(self, key: str, now: float) -> None:
+    def add(self, key: str | None, now: float) -> None:
         """It came once more."""
         if self._origin is None:
             self._origin = now
@@ -50,15 +50,15 @@ class Rates:
             kept = nlargest(self._capacity // 2, self._counts.items(), key=lambda item: item[1])
             self._counts = dict(kept)
 
-    def count(self, key: str, now: float) -> float:
+    def count(self, key: str | None, now: float) -> float:
         """How often it came, as far as that is not forgotten."""
         return self._counts.get(key, 0.0) / self._weight(now)
 
-    def share(self, key: str) -> float:
+    def share(self, key: str | None) -> float:
         """Its part of all that came, 0 to 1."""
         return self._counts.get(key, 0.0) / self._total if self._total else 0.0
 
-    def largest(self, share: float) -> Iterator[tuple[str, float]]:
+    def largest(self, share: float) -> Iterator[tuple[str | None, float]]:
         """The keys that have at least this share (over 0), and theirs; the largest first."""
         least = share * self._total
         found = [(key, count) for key, count in self._counts.items() if count >= least]

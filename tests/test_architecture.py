@@ -22,6 +22,7 @@ DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
     *(
         "rates",
+        "advice",
         "caps",
         "step_room",
         "batch",
