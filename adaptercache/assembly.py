@@ -52,6 +52,7 @@ class Parts:
     host: HostTier
     gpu: GpuTier
     puts: TensorSource
+    lifts: Lifts
     movers: Movers
     lifter: Lifter
     leasing: Leasing
@@ -115,7 +116,7 @@ def assemble(
     deciding.advance = lifter.advance
     leasing = Leasing(ledger, lifts, lifter, deciding)
     pages = KVPages(lifts, ledger.gpu.pages, deciding, gpu.streams.gave_up)
-    return Parts(ledger, deciding, disk, host, gpu, puts, movers, lifter, leasing, pages)
+    return Parts(ledger, deciding, disk, host, gpu, puts, lifts, movers, lifter, leasing, pages)
 
 
 def _check_device(device: torch.device) -> None:

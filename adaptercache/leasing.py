@@ -62,7 +62,7 @@ class Leasing:
         grant = Grant(adapter_id, ledger.clock(), GPU)
         with self._deciding.lock:  # a hit changes nothing that anybody waits for
             self._deciding.check_open()
-            if ledger.lease(grant):
+            if not ledger.gpu.follows and ledger.lease(grant):
                 ledger.counters.requests[GPU, "hit"] += 1
                 ledger.waiting.bypasses += 1
                 return Lease(adapter_id, grant, self)
@@ -72,6 +72,7 @@ class Leasing:
         lease = Lease.pending(grant.adapter_id, grant, self)
         with self._deciding.lock:
             self._deciding.check_open()
+            self._ledger.gpu.check_leads()
             error = self._ledger.standing(grant.adapter_id).error
             if error is not None:
                 self._ledger.fail(grant, error)
@@ -95,6 +96,7 @@ class Leasing:
         line = self._ledger.waiting
         with self._deciding.lock:
             self._deciding.check_open()
+            self._ledger.gpu.check_leads()
             batch = Batch(digests, tokens, caps, line.overdue)
             decision = plan(waiting, self._lifts, batch)
             admitted = [self._admitted(*pair) for pair in decision.admitted]

@@ -19,7 +19,7 @@ from adaptercache.catalog import Catalog, Failures, Known
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.rates import Rates
-from adaptercache.residency import Copy, Residency, State
+from adaptercache.residency import Copy, Residency
 from adaptercache.stats import Counters, Tier
 from adaptercache.waiting import Grant, WaitingList
 
@@ -74,7 +74,7 @@ class Ledger:
         if digest is not None and (copy := self.gpu.get(digest)) is not None:
             if digest in self.waiting.draining:
                 return Standing(digest, reason="room")
-            return Standing(digest, ready=self.gpu_up and copy.state is State.RESIDENT)
+            return Standing(digest, ready=self.gpu_up and self.gpu.is_ready(copy))
         error = self.waiting.failed.get(adapter_id)
         if error is None and adapter_id in self.failures:
             error = self.failures.get(adapter_id, self.clock())
@@ -144,7 +144,9 @@ class Ledger:
         self._sweep(self.host.get(digest), Tier.HOST)
 
     def _sweep(self, copy: Copy[Any] | None, tier: Tier) -> None:
-        if copy is not None and copy.doomed and copy.idle:
+        if copy is None or (tier is Tier.GPU and self.gpu.follows):
+            return
+        if copy.doomed and copy.idle:
             self.evict(tier, copy.digest, "superseded")
 
     # -- leases
@@ -152,8 +154,8 @@ class Ledger:
     def lease(self, grant: Grant) -> bool:
         """Serve a lease if its adapter is on the GPU."""
         known = self.catalog.get(grant.adapter_id)
-        copy = self.gpu.resident(known.digest) if known is not None else None
-        if known is None or copy is None or not self.gpu_up:
+        copy = self.gpu.get(known.digest) if known is not None else None
+        if known is None or copy is None or not (self.gpu_up and self.gpu.is_ready(copy)):
             return False
         if known.digest in self.waiting.draining:
             return False

@@ -82,7 +82,7 @@ class Lifts:
         ledger, gpu = self._ledger, self._ledger.gpu
         line = self._line(Tier.GPU, waiting)
         cold = [(known, hint) for known, hint in line if gpu.get(known.digest) is None]
-        if not cold or not ledger.gpu_up:
+        if not cold or not ledger.gpu_up or gpu.follows:
             return NOTHING
         promised = ledger.waiting.kv_promised if kv_promised is None else kv_promised
         free = gpu.adapter_room(ledger.waiting.kv_pages) - promised
@@ -93,6 +93,7 @@ class Lifts:
         wants = [Want(digest, 0, False) for digest in admitted]
         for known, hint in line:
             ready = ledger.host.resident(known.digest) is not None
+            ready = ready and (gpu.peers is None or gpu.peers.have(known.digest))
             pages = gpu.shape.pages_for(known.elements)
             wants.append(Want(known.digest, pages, ready, hint))
         return place(wants, gpu, free=free, free_slots=gpu.slots.num_free)
@@ -169,12 +170,21 @@ class Lifts:
         line |= dict.fromkeys(ledger.waiting.order(), False)
         return [(adapter_id, hint) for adapter_id, hint in line.items() if ledger.lacks(adapter_id)]
 
+    def wanted(self) -> list[tuple[str, Digest | None]]:
+        """The adapters that are looked at, in order of arrival, and their content where known."""
+        ledger = self._ledger
+        ids = dict.fromkeys(ledger.waiting.order())
+        ids |= dict.fromkeys(key for key, _ in ledger.waiting.hints(ledger.clock()))
+        known = ((key, ledger.catalog.get(key)) for key in ids)
+        return [(key, found.digest if found is not None else None) for key, found in known]
+
     def allocate_kv(self, n: int) -> tuple[int, ...] | None:
         """Pages for the KV cache, evicting cold adapters; None where there are not enough.
 
         Adapters that somebody waits for go last.
         """
         ledger, gpu = self._ledger, self._ledger.gpu
+        gpu.check_leads()
         room = gpu.kv_room()
         if n > min(room.limit - room.used, room.reclaimable):
             return None

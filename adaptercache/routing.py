@@ -25,6 +25,8 @@ _MIX = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _MASK = (1 << 64) - 1
 _SHORT_RANKING = 8
 _MOST_RANKINGS = 1 << 18
+_ENOUGH = 100  # requests that tell a rate from chance
+_AMPLE = 1.1  # homes are added with some to spare, so that the next wobble adds none
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +201,11 @@ class AffinityRouter:
         before = self._copies.get(adapter_id, 1)
         limit = self._hot_share / len(self._loads)  # of all traffic, that a home may get of it
         share = self._rates.share(adapter_id)
-        if self._rates.count(adapter_id, now) < 1.0 / (1.0 - self._calm) ** 2:
-            return before  # too few to tell a rate from chance
+        if self._rates.count(adapter_id, now) < _ENOUGH:
+            return before
         homes = before
         if share > before * limit:
-            homes = ceil(share / limit)
+            homes = ceil(share / limit * _AMPLE)
         elif before > 1 and share < self._calm * (before - 1) * limit:
             homes = max(1, ceil(share / limit / self._calm))
         homes = min(homes, len(self._loads))

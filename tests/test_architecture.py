@@ -20,19 +20,8 @@ PACKAGE = Path(__file__).parent.parent / "adaptercache"
 # A name stands for one file; the FOLDERS' stand for whatever is in them.
 DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
-    *(
-        "rates",
-        "advice",
-        "caps",
-        "step_room",
-        "batch",
-        "waiting",
-        "arena",
-        "ledger",
-        "lifts",
-        "routing",
-        "prefix",
-    ),
+    *("rates", "advice", "caps", "step_room", "batch", "peers", "waiting", "arena"),
+    *("ledger", "lifts", "routing", "prefix"),
 )
 TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
 LAYERS = (
@@ -52,7 +41,7 @@ LAYERS = (
     TIERS,
     ("movers", "journal", "fetch", "prefetch", "snapshot"),
     ("deciding", "lease", "leasing", "kv", "assembly", "sleep"),
-    ("cache",),
+    ("cache", "ranks"),
     ("metrics", "testing", "cli", "integrations"),
     ("adaptercache",),  # the package's own __init__: the public names
 )
