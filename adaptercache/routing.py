@@ -83,7 +83,7 @@ class AffinityRouter:
         self,
         instances: Iterable[str] = (),
         *,
-        bound: float = 1.25,
+        bound: float = 1.2,
         costs: Costs = DEFAULT_COSTS,
         hot_share: float = 0.5,
         calm: float = 0.7,

@@ -95,10 +95,11 @@ class Fleet:
         self._ends: list[tuple[float, int]] = []
         self.outcome = Outcome()
         self.measured = False
+        self.rehomed: dict[str, int] = {}  # adapters whose number of homes changed; how often
         self.ended: Callable[[int], None] = lambda index: None
 
-    def run(self, requests: int, policy: Policy, half: Callable[[], None]) -> None:
-        """Serve them; ``half`` is called when the second half begins, which is measured."""
+    def run(self, requests: int, policy: Policy) -> None:
+        """Serve them; the second half is measured."""
         rate = len(self.servers) * BATCH * USE / SERVICE_S
         weights = list(accumulate(1.0 / rank for rank in range(1, ADAPTERS + 1)))
         ranks = range(ADAPTERS)
@@ -111,12 +112,10 @@ class Fleet:
                 adapter = f"adapter-{rank}"
                 self._arrive(policy(adapter, now), adapter, now)
             done += 10_000
-            if not self.measured and done >= requests // 2:
-                self.measured = True
-                half()
             if self.measured:
                 loads = [server.load for server in self.servers]
                 self.outcome.peaks.append(max(loads) / (sum(loads) / len(loads)))
+            self.measured = done >= requests // 2
 
     def _arrive(self, index: int, adapter: str, now: float) -> None:
         server = self.servers[index]
@@ -198,7 +197,15 @@ def policies(fleet: Fleet) -> dict[str, Callable[[], tuple[Policy, AffinityRoute
         for name, server in zip(fleet.names, fleet.servers, strict=True):
             router.report(Instance(name, gpu=server.gpu, host=server.cpu))  # seen as they are
         fleet.ended = lambda index: router.finished(fleet.names[index])
-        return lambda adapter, now: index_of[router.route(adapter, now)], router
+
+        def policy(adapter: str, now: float) -> int:
+            before = router.rehomed
+            index = index_of[router.route(adapter, now)]
+            if router.rehomed != before and fleet.measured:
+                fleet.rehomed[adapter] = fleet.rehomed.get(adapter, 0) + 1
+            return index
+
+        return policy, router
 
     return {
         "random": at_random,
