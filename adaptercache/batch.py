@@ -28,8 +28,7 @@ class Request:
     Args:
         request_id: yours; unique among the requests of one `admit`, running ones included.
         adapter_id: its adapter; None is the base model.
-        num_tokens: how many tokens it brings into a step: 1, its draft and 1 where decoding is
-            speculative, or a chunk of its prompt.
+        num_tokens: that it brings into a step; with speculative decoding, its draft too.
         kv_pages: KV pages that it will take when it is admitted (0 where KV doesn't share the
             arena). Admission holds it back until they can be had; take them before the next
             call, for a load that ends meanwhile may need the room.
@@ -73,10 +72,10 @@ class Decision:
     """What to do: first the evictions, then the loads, then the admissions.
 
     ``reasons`` says for each deferred request id why it waits: ``loading`` (its adapter is on its
-    way), ``room`` (no pages or slot for it yet), ``max_adapters``, ``max_rank_sum``, ``max_pages``
-    or ``max_tokens`` (the batch's caps), ``kv_pages``. ``pages_wanted``: how many idle KV pages
-    freed would let something cold in. ``refused``: the adapter that is first in line for room and
-    finds none. ``capped``: the request id that is first in line and waits for a cap alone.
+    way), ``room`` (no pages or slot for it yet), ``kv_pages``, ``max_adapters`` or another of the
+    batch's caps. ``pages_wanted``: how many idle KV pages freed would let something cold in.
+    ``refused``: the adapter that is first in line for room and finds none. ``capped``: the request
+    id that is first of those that wait for a cap. ``cold``: the adapters of the deferred, in order.
     """
 
     admitted: tuple[tuple[Request, Digest | None], ...] = ()
@@ -88,6 +87,7 @@ class Decision:
     pages_wanted: int = 0
     refused: Digest | None = None
     capped: str | None = None
+    cold: tuple[str, ...] = ()
 
 
 class State(Protocol):
@@ -131,7 +131,6 @@ class Batch:
     Args:
         adapters: those of the running requests, one entry a request.
         tokens: that the running requests bring into a step.
-        caps: see `Caps`.
         overdue: a request id that others have been admitted past too often: until it is in, nobody
             behind it takes what it waits for.
     """
@@ -150,7 +149,7 @@ def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> D
 
     Requests are looked at in order. One whose adapter is resident is admitted, also past others
     whose adapter isn't or for whom a cap leaves no room; base-model requests are never held back
-    by adapters. Costs under a microsecond a waiting request.
+    by adapters.
 
     Args:
         waiting: in order of arrival, with distinct ids.
@@ -160,7 +159,8 @@ def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> D
     """
     walk = _Admissions(state, batch)
     walk.look_at_all(waiting)
-    placement = state.place_on_gpu(walk.newcomers, list(walk.cold), walk.room.kv_promised)
+    cold = tuple(walk.cold)
+    placement = state.place_on_gpu(walk.newcomers, cold, walk.room.kv_promised)
     if placement.no_room:
         walk.tell_no_room(set(placement.no_room))
     return Decision(
@@ -173,6 +173,7 @@ def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> D
         pages_wanted=state.kv_pages_wanted(placement),
         refused=placement.no_room[0] if placement.no_room else None,
         capped=walk.first_capped(),
+        cold=cold,
     )
 
 
@@ -203,8 +204,9 @@ class _Admissions:
             place = {request.request_id: index for index, request in enumerate(waiting)}
             self.admitted.sort(key=lambda pair: place[pair[0].request_id])
             self.deferred.sort(key=lambda request: place[request.request_id])
-            ids = (request.adapter_id for request in self.deferred)
-            self.cold = dict.fromkeys(each for each in ids if each is not None)
+            self.cold = dict.fromkeys(
+                r.adapter_id for r in self.deferred if r.adapter_id is not None
+            )
 
     def _look_at_each(self, requests: Sequence[Request]) -> None:
         waits, standings, standing_of = self._waits, self._standings, self._state.standing
@@ -274,10 +276,8 @@ class _Admissions:
 
     def _fail(self, request: Request, what: str, over: tuple[str, int, int]) -> None:
         unit, needed, limit = over
-        error = CapacityError(
-            what, needed=needed, limit=limit, unit=unit, adapter_id=request.adapter_id
-        )
-        self.failed.append((request, error))
+        error = CapacityError(what, needed=needed, limit=limit, unit=unit)
+        self.failed.append((request, error.copy_for(request.adapter_id)))
 
     def _defer(self, request: Request, reason: str) -> None:
         self.deferred.append(request)

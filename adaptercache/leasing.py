@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Final, Literal
 
@@ -90,7 +88,6 @@ class Leasing:
         self, waiting: Sequence[Request], running: Iterable[tuple[Request, Lease]], caps: Caps
     ) -> Admission:
         pairs = list(running)
-        _check_distinct(request.request_id for request in chain(waiting, (r for r, _ in pairs)))
         digests = [digest for _, lease in pairs if (digest := lease.digest) is not None]
         tokens = sum(request.num_tokens for request, _ in pairs)
         line = self._ledger.waiting
@@ -99,6 +96,7 @@ class Leasing:
             self._ledger.gpu.check_leads()
             batch = Batch(digests, tokens, caps, line.overdue)
             decision = plan(waiting, self._lifts, batch)
+            _check_distinct(decision, [request.request_id for request, _ in pairs])
             admitted = [self._admitted(*pair) for pair in decision.admitted]
             self._lifts.apply(decision)
             self._lifter.copy(decision.loads)
@@ -132,10 +130,12 @@ class Leasing:
 
     def _note_waiting(self, decision: Decision) -> None:
         ledger = self._ledger
-        ids = dict.fromkeys(map(attrgetter("adapter_id"), decision.deferred))
-        ids.pop(None, None)
         ledger.waiting.replace_requests(
-            decision.deferred, decision.reasons.keys(), ids, ledger.clock(), ledger.found_in
+            decision.deferred,
+            decision.reasons.keys(),
+            decision.cold,
+            ledger.clock(),
+            ledger.found_in,
         )
         ledger.waiting.note_capped(decision.capped, bool(decision.admitted))
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in decision.admitted)
@@ -220,9 +220,17 @@ class Leasing:
             self._janitor.join()
 
 
-def _check_distinct(request_ids: Iterable[str]) -> None:
+def _check_distinct(decision: Decision, running: list[str]) -> None:
     """Raises ValueError where an id comes twice: its reason, and its KV pages, would be whose?"""
-    ids = list(request_ids)
-    if len(set(ids)) != len(ids):
-        twice = next(request_id for request_id, times in Counter(ids).items() if times > 1)
-        raise ValueError(f"two requests are called {twice!r}: ids are unique, running ones too")
+    answered = [*decision.admitted, *decision.failed]
+    ids = [*running, *(request.request_id for request, _ in answered)]
+    reasons, deferred = decision.reasons, decision.deferred
+    if (
+        len(reasons) == len(deferred)
+        and len(set(ids)) == len(ids)
+        and reasons.keys().isdisjoint(ids)
+    ):
+        return
+    times = Counter([*ids, *(request.request_id for request in deferred)])
+    twice = next(request_id for request_id, count in times.items() if count > 1)
+    raise ValueError(f"two requests are called {twice!r}: ids are unique, running ones too")

@@ -27,6 +27,7 @@ __all__ = ["Ledger"]
 
 PlaceT = TypeVar("PlaceT")
 TRAFFIC_MEMORY_S = 600.0
+REMOTE = Tier.REMOTE.value  # looked up for thousands at once
 UNKNOWN = Standing()  # of every id that was never seen: not to be changed
 
 
@@ -87,7 +88,7 @@ class Ledger:
             for tier, residency in self._tiers.items():
                 if residency.resident(known.digest) is not None:
                     return tier.value
-        return Tier.REMOTE.value
+        return REMOTE
 
     def learn(self, key: AdapterKey, digest: Digest, elements: int) -> Digest | None:
         """An id stands for this content from now on; what nobody names any more goes.

@@ -194,7 +194,7 @@ class Follower:
         requests = [Request(adapter_id, adapter_id) for adapter_id in wanted]
         ids = dict.fromkeys(wanted, "")
         ledger.waiting.replace_requests(
-            requests, ids.keys(), wanted, ledger.clock(), ledger.found_in
+            requests, ids.keys(), tuple(wanted), ledger.clock(), ledger.found_in
         )
         for adapter_id, theirs in wanted.items():
             mine = ledger.catalog.get(adapter_id)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from operator import attrgetter
 
 from adaptercache.batch import Request
@@ -119,7 +119,7 @@ class WaitingList:
         self,
         requests: Sequence[Request],
         request_ids: KeysView[str],
-        adapter_ids: Iterable[str],
+        adapter_ids: tuple[str, ...],
         now: float,
         found_in: Callable[[str], str],
     ) -> None:
@@ -136,30 +136,36 @@ class WaitingList:
         """
         self.failed = {}
         self.kv_pages = max(map(_kv_pages, requests), default=0)
-        for gone in self._first_seen.keys() - request_ids:
-            del self._first_seen[gone]
-        self._note_new(requests, set(request_ids - self._first_seen.keys()), now, found_in)
-        seqs, self._wanted = self._wanted, {}
-        for adapter_id in adapter_ids:
-            seq = seqs.get(adapter_id)
-            if seq is None:
-                seq = self._seq = self._seq + 1
-            self._wanted[adapter_id] = seq
+        if self._first_seen.keys() != request_ids:
+            for gone in self._first_seen.keys() - request_ids:
+                del self._first_seen[gone]
+            self._note_new(requests, set(request_ids - self._first_seen.keys()), now, found_in)
+        if tuple(self._wanted) != adapter_ids:
+            seq_of, following = self._wanted.get, count(self._seq + 1)
+            self._wanted = {each: seq_of(each) or next(following) for each in adapter_ids}
+            self._seq = next(following) - 1
 
     def _note_new(
         self, requests: Sequence[Request], new: set[str], now: float, found_in: Callable[[str], str]
     ) -> None:
-        found: dict[str | None, tuple[float, str]] = {None: (now, Tier.GPU.value)}
-        left, first_seen = len(new), self._first_seen
-        for request in reversed(requests):  # the new ones have come last
-            if not left:
-                break
-            request_id, adapter_id = request.request_id, request.adapter_id
-            if request_id in new:
-                left -= 1
-                if adapter_id is not None and adapter_id not in found:
-                    found[adapter_id] = (now, found_in(adapter_id))
-                first_seen[request_id] = found[adapter_id]
+        if not new:
+            return
+        if len(new) < len(requests) // 2:  # the new ones have come last
+            last, requests, left = reversed(requests), [], len(new)
+            for request in last:
+                requests.append(request)
+                left -= request.request_id in new
+                if not left:
+                    break
+        found = {
+            adapter_id: (now, found_in(adapter_id) if adapter_id is not None else Tier.GPU.value)
+            for adapter_id in {request.adapter_id for request in requests}
+        }
+        self._first_seen.update(
+            (request.request_id, found[request.adapter_id])
+            for request in requests
+            if request.request_id in new
+        )
 
     def note_capped(self, request_id: str | None, others_admitted: bool) -> None:
         """Who was first in line for a cap in the last decision, and whether others got in."""

@@ -84,7 +84,6 @@ def misses(number: int, row: dict[str, object], cases: dict[str, dict[str, objec
     limits = {
         "loads_over_least_loaded": MOST["loads"],
         "largest_load_over_mean": MOST["load"],
-        "largest_traffic_over_mean": MOST["load"],
         "moved_by_join_over_k_n": MOST["moved"],
         "moved_by_leave_over_k_n": MOST["moved"],
         "flapping_adapters": 0.0,

@@ -231,6 +231,7 @@ def test_near_ranks_keep_the_order_of_those_that_wait() -> None:
     decision = plan(waiting, state, Batch(caps=Caps(2, near_ranks=True)))
     assert [request.request_id for request in decision.deferred] == ["r1", "r2", "r4"]
     assert state.asked[-1][1] == ["a", "x"]
+    assert decision.cold == ("a", "x")
 
 
 def test_rank_classes_are_those_of_the_kernels() -> None:

@@ -32,7 +32,7 @@ def want(line: WaitingList, *adapter_ids: str) -> None:
 
 def replace(line: WaitingList, requests: list[Request], now: float = 0.0) -> None:
     ids = {request.request_id: "loading" for request in requests}
-    adapters = [r.adapter_id for r in requests if r.adapter_id is not None]
+    adapters = tuple(r.adapter_id for r in requests if r.adapter_id is not None)
     line.replace_requests(requests, ids.keys(), adapters, now, lambda adapter_id: "remote")
 
 
