@@ -138,16 +138,15 @@ class Ledger:
     def _doom(self, digest: Digest, doomed: bool) -> None:
         """Mark the copies of what nobody names any more. Idle ones in the arenas go at once,
         held ones at their release; the files on disk are for a mover to delete."""
-        for residency in self._tiers.values():
-            if (copy := residency.get(digest)) is not None:
+        for tier, residency in self._tiers.items():
+            is_ours = tier is not Tier.GPU or not self.gpu.follows  # else rank 0 decides
+            if is_ours and (copy := residency.get(digest)) is not None:
                 copy.doomed = doomed
         self._sweep(self.gpu.get(digest), Tier.GPU)
         self._sweep(self.host.get(digest), Tier.HOST)
 
     def _sweep(self, copy: Copy[Any] | None, tier: Tier) -> None:
-        if copy is None or (tier is Tier.GPU and self.gpu.follows):
-            return
-        if copy.doomed and copy.idle:
+        if copy is not None and copy.doomed and copy.idle:
             self.evict(tier, copy.digest, "superseded")
 
     # -- leases

@@ -55,8 +55,9 @@ class Report:
     Args:
         rank: its number.
         number: of the last orders that it obeyed.
-        held: the wanted adapters that are in its CPU memory, and stay while they are wanted.
+        held: the wanted adapters that are in its CPU memory, and stay until the next orders.
         on_gpu: the adapters that are whole on its GPU.
+        broken: those that were to be there, and whose copy has failed.
         failed: wanted adapter ids that it can't load, and why.
         other: wanted adapter ids that stand for other content there.
     """
@@ -65,6 +66,7 @@ class Report:
     number: int
     held: frozenset[Digest] = frozenset()
     on_gpu: frozenset[Digest] = frozenset()
+    broken: frozenset[Digest] = frozenset()
     failed: Mapping[str, str] = field(default_factory=dict)
     other: Mapping[str, Digest] = field(default_factory=dict)
 
@@ -90,7 +92,6 @@ class Peers:
         self._reports: dict[int, Report] = {}
         self._number = 0
         self._acts: list[Act] = []
-        self._wanted_since: dict[Digest, int] = {}
         self._ordered: dict[Digest, _Ordered] = {}
 
     @property
@@ -100,12 +101,10 @@ class Peers:
 
     def have(self, digest: Digest) -> bool:
         """Whether every other rank has it in CPU memory, and keeps it until it is told to load."""
-        since = self._wanted_since.get(digest)
-        return since is not None and all(
-            (report := self._reports.get(rank)) is not None
-            and report.number >= since
-            and digest in report.held
-            for rank in self._ranks
+        reports = [self._reports.get(rank) for rank in self._ranks]
+        return all(
+            report is not None and report.number == self._number and digest in report.held
+            for report in reports
         )
 
     def are_loading(self, digest: Digest) -> bool:
@@ -130,36 +129,33 @@ class Peers:
         """What there is to do since the last ones."""
         self._number += 1
         acts, self._acts = tuple(self._acts), []
-        wanted = tuple(wanted)
-        before = self._wanted_since
-        self._wanted_since = {
-            digest: before.get(digest, self._number) for _, digest in wanted if digest is not None
-        }
         for ordered in self._ordered.values():
             if ordered.number is None:
                 ordered.number = self._number
-        return Orders(self._number, acts, tuple(admitted), wanted)
+        return Orders(self._number, acts, tuple(admitted), tuple(wanted))
 
-    def hear(self, report: Report) -> tuple[list[Digest], dict[str, str]]:
+    def hear(self, report: Report) -> tuple[list[Digest], list[Digest]]:
         """Take note of a report.
 
         Returns:
-            The adapters that are now on the GPU of every rank, and the adapter ids that it says it
-            can't load for the first time, each with its reason.
+            The adapters that are on the GPU of every rank from now on, and those whose copy has
+            failed on one: rank 0 has to evict them.
         """
         before = self._reports.get(report.rank)
         if report.rank not in self._ranks:
             raise ValueError(f"there is no rank {report.rank}: the others are {set(self._ranks)}")
         if before is not None and report.number < before.number:
-            return [], {}  # late
+            return [], []  # late
         self._reports[report.rank] = report
-        done = []
+        done, broken = [], []
         for digest, ordered in list(self._ordered.items()):
-            is_later = ordered.number is not None and report.number >= ordered.number
-            if is_later and digest in report.on_gpu:
+            if ordered.number is None or report.number < ordered.number:
+                continue  # it can't have heard of it
+            if digest in report.broken:
+                broken.append(digest)
+            if digest in report.on_gpu:
                 ordered.ranks.discard(report.rank)
             if not ordered.ranks:
                 del self._ordered[digest]
                 done.append(digest)
-        known = before.failed if before is not None else {}
-        return done, {key: why for key, why in report.failed.items() if key not in known}
+        return done, broken

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from adaptercache.assembly import Parts
 from adaptercache.batch import Decision, Request
 from adaptercache.cache import AdapterCache
 from adaptercache.errors import LoadFailed
@@ -33,6 +34,8 @@ from adaptercache.waiting import Grant
 __all__ = ["Follower", "Leader", "Orders", "Report"]
 
 POLL_S = 0.001
+LOOK_AGAIN_S = 0.5  # at a source, where ranks read different content
+MOST_LOOKS = 4096
 
 
 class Leader:
@@ -49,7 +52,7 @@ class Leader:
     def __init__(self, cache: AdapterCache, followers: Iterable[int]) -> None:
         self._cache, self._parts = cache, cache._parts
         self._peers = Peers(followers)
-        self._refreshed: set[tuple[str, Digest]] = set()
+        self._looker = _Looker(cache._parts)
         with self._parts.deciding.lock:
             _check_fresh(cache)
             self._parts.ledger.gpu.peers = self._peers
@@ -66,20 +69,46 @@ class Leader:
 
     def hear(self, report: Report) -> None:
         """What another rank says after a step."""
-        ledger, lifter = self._parts.ledger, self._parts.lifter
+        ledger = self._parts.ledger
         with self._parts.deciding:
-            everywhere, failed = self._peers.hear(report)
+            everywhere, broken = self._peers.hear(report)
             for digest in everywhere:
                 for adapter_id in ledger.catalog.ids_of(digest):
                     ledger.settle(adapter_id)
                 ledger.unhold(Tier.GPU, digest)  # it was held for them
-            for adapter_id, why in failed.items():
-                error = LoadFailed(f"rank {report.rank} can't load it: {why}")
-                ledger.load_failed([adapter_id], error)
-            for adapter_id, theirs in report.other.items():
-                if (adapter_id, theirs) not in self._refreshed:  # republished meanwhile
-                    self._refreshed.add((adapter_id, theirs))
-                    lifter.refresh(adapter_id)
+            for digest in broken:
+                if ledger.gpu.resident(digest) is not None:  # else it is told again
+                    ledger.unhold(Tier.GPU, digest)
+                    if ledger.gpu.get(digest) is not None:
+                        ledger.evict(Tier.GPU, digest, "broken")
+            for adapter_id, why in report.failed.items():
+                self._fail(adapter_id, f"rank {report.rank} can't load it: {why}")
+            for adapter_id in report.other:
+                self._looker.look(adapter_id)
+
+    def _fail(self, adapter_id: str, why: str) -> None:
+        """Whoever waits for it now is told; the other rank remembers it as long as it does."""
+        ledger, error = self._parts.ledger, LoadFailed(why)
+        ledger.waiting.note_failed(adapter_id, error)
+        for grant in ledger.waiting.grants(adapter_id):
+            ledger.fail(grant, error)
+
+
+class _Looker:
+    """Looks at the source again where ranks disagree on what an adapter is, now and then."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._next: dict[str, float] = {}
+
+    def look(self, adapter_id: str) -> None:
+        """Call with the lock held."""
+        now = self._parts.ledger.clock()
+        if now >= self._next.get(adapter_id, now):
+            if len(self._next) > MOST_LOOKS:
+                self._next.clear()
+            self._next[adapter_id] = now + LOOK_AGAIN_S
+            self._parts.lifter.refresh(adapter_id)
 
 
 class Follower:
@@ -97,7 +126,8 @@ class Follower:
         self._number = 0
         self._wanted: dict[str, Digest | None] = {}
         self._held: set[Digest] = set()
-        self._refreshed: set[tuple[str, Digest]] = set()
+        self._told: set[Digest] = set()  # to bring onto the GPU
+        self._looker = _Looker(cache._parts)
         with self._parts.deciding.lock:
             _check_fresh(cache)
             self._parts.ledger.gpu.follows = True
@@ -122,8 +152,10 @@ class Follower:
                 self._let_end(act.digest)
             with self._parts.deciding.lock:
                 if isinstance(act, Evict):
+                    self._told.discard(act.digest)
                     self._evict(act.digest)
                 else:
+                    self._told.add(act.digest)
                     self._parts.lifts.apply(Decision(loads=(act,)))
                     self._parts.lifter.copy([act])
         with self._parts.deciding:
@@ -145,9 +177,14 @@ class Follower:
                 if digest is not None and (mine := known(key)) is not None and mine.digest != digest
             }
             on_gpu = (copy.digest for copy in ledger.gpu if copy.state is State.RESIDENT)
-            failed = {key: str(error) for key, error in errors.items() if error is not None}
             return Report(
-                self._rank, self._number, frozenset(self._held), frozenset(on_gpu), failed, other
+                self._rank,
+                self._number,
+                held=frozenset(self._held),
+                on_gpu=frozenset(on_gpu),
+                broken=frozenset(digest for digest in self._told if ledger.gpu.get(digest) is None),
+                failed={key: str(error) for key, error in errors.items() if error is not None},
+                other=other,
             )
 
     def _let_end(self, digest: Digest) -> None:
@@ -184,25 +221,26 @@ class Follower:
         return request, Lease(adapter_id, grant, self._parts.leasing)
 
     def _want(self, wanted: dict[str, Digest | None]) -> None:
+        """From now on these, in order of arrival. What was held makes way for who is ahead."""
         ledger = self._parts.ledger
         self._wanted = wanted
-        kept = {digest for digest in wanted.values() if digest is not None}
-        for held in self._held - kept:
-            self._held.remove(held)
+        for held in self._held:
             ledger.unhold(Tier.HOST, held)
-        self._hold()
+        self._held.clear()
         requests = [Request(adapter_id, adapter_id) for adapter_id in wanted]
-        ids = dict.fromkeys(wanted, "")
         ledger.waiting.replace_requests(
-            requests, ids.keys(), tuple(wanted), ledger.clock(), ledger.found_in
+            requests,
+            dict.fromkeys(wanted, "").keys(),
+            tuple(wanted),
+            ledger.clock(),
+            ledger.found_in,
         )
+        self._parts.lifter.lift_to_host()
+        self._hold()
         for adapter_id, theirs in wanted.items():
             mine = ledger.catalog.get(adapter_id)
-            if theirs is None or mine is None or mine.digest == theirs:
-                continue
-            if (adapter_id, theirs) not in self._refreshed:  # republished meanwhile
-                self._refreshed.add((adapter_id, theirs))
-                self._parts.lifter.refresh(adapter_id)
+            if theirs is not None and mine is not None and mine.digest != theirs:
+                self._looker.look(adapter_id)
 
     def _hold(self) -> None:
         """What is wanted and in CPU memory stays there."""

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adaptercache import AdapterNotFound, CapacityError
 from adaptercache.batch import Batch, Decision, KVRoom, Load, Request, Standing, plan
@@ -257,3 +259,97 @@ def test_nobody_small_slips_in_behind_an_overdue_request() -> None:
     assert admitted(plan(requests("a", "c", "b"), state, batch)) == []
     batch = Batch([b"b"], caps=Caps(rank_sum=70))
     assert admitted(plan(requests("a", "c", "b"), state, batch)) == ["r1", "r2"]
+
+
+# -- whatever the state: caps hold, order is kept, everybody is answered
+
+IDS = [None, *"abcdef"]
+ranks = st.sampled_from([4, 8, 16, 32, 64])
+states = st.builds(
+    FakeState,
+    standings=st.fixed_dictionaries(
+        {
+            name: st.sampled_from(
+                [
+                    Standing(name.encode(), ready=True),
+                    Standing(name.encode()),
+                    Standing(name.encode(), reason="room"),
+                    Standing(error=AdapterNotFound("no")),
+                ]
+            )
+            for name in "abcdef"
+        }
+    ),
+    footprints=st.fixed_dictionaries(
+        {name.encode(): st.builds(Footprint, ranks, st.integers(1, 8)) for name in "abcdef"}
+    ),
+    room=st.builds(KVRoom, st.just(0), st.integers(0, 20), st.integers(10, 20)),
+    idle=st.dictionaries(st.sampled_from([b"a", b"b", b"c"]), st.integers(1, 6)),
+)
+caps_of = st.builds(
+    Caps,
+    st.none() | st.integers(1, 4),
+    st.none() | st.integers(8, 128),
+    st.none() | st.integers(4, 16),
+    st.none() | st.integers(4, 16),
+    st.booleans(),
+)
+some_requests = st.lists(
+    st.tuples(st.sampled_from(IDS), st.integers(0, 5), st.integers(0, 6)), max_size=20
+)
+
+
+@given(states, caps_of, some_requests, st.integers(-1, 19), st.integers(0, 2))
+def test_caps_hold_order_is_kept_and_everybody_is_answered(
+    state: FakeState,
+    caps: Caps,
+    wanted: list[tuple[str | None, int, int]],
+    overdue: int,
+    num_running: int,
+) -> None:
+    waiting = [Request(f"r{n}", *args) for n, args in enumerate(wanted)]
+    running = [b"a", b"b"][:num_running]
+    batch = Batch(running, num_running, caps, f"r{overdue}")
+    decision = plan(waiting, state, batch)
+
+    place = {request.request_id: n for n, request in enumerate(waiting)}
+    answers = [
+        [request for request, _ in decision.admitted],
+        list(decision.deferred),
+        [request for request, _ in decision.failed],
+    ]
+    for answer in (answers[0], answers[1]):
+        assert answer == sorted(answer, key=lambda request: place[request.request_id])
+    assert sorted(r.request_id for answer in answers for r in answer) == sorted(place)
+    assert decision.reasons.keys() == {request.request_id for request in decision.deferred}
+
+    adapters = {*running, *(digest for _, digest in decision.admitted if digest is not None)}
+    prints = [state.footprints[digest] for digest in adapters]
+    is_new = bool(adapters - set(running))
+    assert caps.adapters is None or len(adapters) <= max(caps.adapters, num_running)
+    assert caps.rank_sum is None or not is_new or sum(p.rank for p in prints) <= caps.rank_sum
+    assert caps.pages is None or not is_new or sum(p.pages for p in prints) <= caps.pages
+    tokens = num_running + sum(request.num_tokens for request, _ in decision.admitted)
+    assert caps.tokens is None or tokens <= max(caps.tokens, num_running)
+    assert sum(r.kv_pages for r, _ in decision.admitted) <= min(
+        state.room.reclaimable, state.room.limit
+    )
+    for request in decision.deferred:
+        if request.adapter_id is None:
+            assert decision.reasons[request.request_id] in ("max_tokens", "kv_pages")
+    for request, digest in decision.admitted:
+        standing = state.standing(request.adapter_id) if request.adapter_id else None
+        assert digest == (standing.digest if standing else None)
+        assert standing is None or standing.ready
+
+
+@given(states, caps_of, some_requests)
+def test_near_ranks_are_a_preference_that_leaves_no_room_unused(
+    state: FakeState, caps: Caps, wanted: list[tuple[str | None, int, int]]
+) -> None:
+    """Whoever waits for a cap on adapters finds it full, near ranks or not."""
+    waiting = [Request(f"r{n}", adapter_id) for n, (adapter_id, _, _) in enumerate(wanted)]
+    decision = plan(waiting, state, Batch(caps=replace(caps, tokens=None, near_ranks=True)))
+    adapters = {digest for _, digest in decision.admitted if digest is not None}
+    if "max_adapters" in decision.reasons.values():
+        assert len(adapters) == caps.adapters

@@ -41,29 +41,28 @@ def test_a_load_waits_until_every_rank_holds_it() -> None:
     assert peers.have(A)
 
 
-def test_what_was_not_wanted_for_a_while_may_be_gone() -> None:
-    """A rank keeps what is wanted, and only that: an old report says nothing of it any more."""
+def test_a_report_holds_until_the_next_orders_alone() -> None:
+    """With them a rank may let something go, for the sake of who is ahead."""
     peers = Peers([1])
     wants(peers, A)
     peers.hear(holds(1, 1, A))
-    wants(peers)  # here it lets go
-    wants(peers, A)
-    assert not peers.have(A)
-    peers.hear(holds(1, 2, A))
-    assert not peers.have(A)
-    peers.hear(holds(1, 3, A))
     assert peers.have(A)
+    wants(peers, B, A)
+    assert not peers.have(A)
+    peers.hear(holds(1, 2, B))
+    assert peers.have(B)
+    assert not peers.have(A)
 
 
 def test_an_adapter_is_ready_once_every_rank_has_loaded_it() -> None:
     peers = Peers([1, 2])
     peers.load(Load(A, 0, (1,)))
     number = wants(peers).number
-    assert peers.hear(holds(1, number - 1, on_gpu=(A,))) == ([], {})  # of a copy before this one
-    assert peers.hear(holds(1, number, on_gpu=(A,))) == ([], {})
+    assert peers.hear(holds(1, number - 1, on_gpu=(A,))) == ([], [])  # of a copy before this one
+    assert peers.hear(holds(1, number, on_gpu=(A,))) == ([], [])
     assert peers.are_loading(A)
-    assert peers.hear(holds(2, number)) == ([], {})
-    assert peers.hear(holds(2, number, on_gpu=(A,))) == ([A], {})
+    assert peers.hear(holds(2, number)) == ([], [])
+    assert peers.hear(holds(2, number, on_gpu=(A,))) == ([A], [])
     assert not peers.are_loading(A)
 
 
@@ -74,18 +73,30 @@ def test_one_that_is_evicted_and_loaded_again_is_waited_for_again() -> None:
     peers.evict(A)
     peers.load(Load(A, 1, (2,)))
     second = wants(peers).number
-    assert peers.hear(holds(1, first, on_gpu=(A,))) == ([], {})
-    assert peers.hear(holds(1, second, on_gpu=(A,))) == ([A], {})
+    assert peers.hear(holds(1, first, on_gpu=(A,))) == ([], [])
+    assert peers.hear(holds(1, second, on_gpu=(A,))) == ([A], [])
 
 
-def test_a_failure_is_told_once_until_it_is_over() -> None:
+def test_a_copy_that_fails_on_one_rank_is_told_until_it_is_evicted() -> None:
+    peers = Peers([1, 2])
+    peers.load(Load(A, 0, (1,)))
+    number = wants(peers).number
+    broken = Report(1, number, broken=frozenset([A]))
+    assert peers.hear(Report(1, number - 1, broken=frozenset([A]))) == ([], [])  # an earlier one
+    for _ in range(2):
+        assert peers.hear(broken) == ([], [A])
+    assert peers.hear(holds(2, number, on_gpu=(A,))) == ([], [])
+    assert peers.are_loading(A)
+    peers.evict(A)
+    assert peers.hear(broken) == ([], [])
+
+
+def test_a_report_that_comes_late_changes_nothing() -> None:
     peers = Peers([1])
-    failed = Report(1, 1, failed={"x": "no"})
-    assert peers.hear(failed) == ([], {"x": "no"})
-    assert peers.hear(failed) == ([], {})
-    peers.hear(Report(1, 2))
-    assert peers.hear(Report(1, 3, failed={"x": "no"})) == ([], {"x": "no"})
-    assert peers.hear(Report(1, 2, failed={"y": "late"})) == ([], {})
+    wants(peers, A)
+    peers.hear(holds(1, 1, A))
+    peers.hear(holds(1, 0))
+    assert peers.have(A)
 
 
 def test_a_rank_that_there_is_not_is_refused() -> None:
