@@ -9,12 +9,12 @@ Plain Python; the time is passed in. Not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import nlargest
+from itertools import chain
 from math import exp
 
 __all__ = ["Rates"]
 
-RESCALE_AT = 1e100
+OLD = 200.0  # times memory_s: from then on weights begin anew, for exp has an end
 SOON_S = 1e-3  # rates over less time than this are not told
 
 
@@ -23,45 +23,52 @@ class Rates:
 
     Args:
         memory_s: how long it takes until a count is down to 1/e.
-        capacity: keys remembered at most: half of them, the rarest, go when they are more.
+        capacity: keys remembered at most. One that doesn't come while half as many others do may
+            be forgotten, so that nothing is ever searched for what could go.
     """
 
     def __init__(self, memory_s: float, capacity: int = 65536) -> None:
         self._memory_s = memory_s
-        self._capacity = capacity
+        self._half = max(1, capacity // 2)
         self._counts: dict[str | None, float] = {}
+        self._before: dict[str | None, float] = {}  # not come since `_counts` was begun
         self._total = 0.0
         self._origin: float | None = None  # where the weight is 1
         self._first = 1.0  # the weight of the first moment
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._counts) + len(self._before)
 
     def add(self, key: str | None, now: float) -> None:
         """It came once more."""
         if self._origin is None:
             self._origin = now
-        weight = exp((now - self._origin) / self._memory_s)
-        if weight > RESCALE_AT:
-            weight = self._rescale(now, weight)
-        self._counts[key] = self._counts.get(key, 0.0) + weight
+        age = (now - self._origin) / self._memory_s
+        if age > OLD:
+            self._rescale(now, exp(-age))
+            age = 0.0
+        weight = exp(age)
+        count = self._counts.get(key)
+        if count is None:
+            count = self._before.pop(key, 0.0)
+        self._counts[key] = count + weight
         self._total += weight
-        if len(self._counts) > self._capacity:
-            kept = nlargest(self._capacity // 2, self._counts.items(), key=lambda item: item[1])
-            self._counts = dict(kept)
+        if len(self._counts) >= self._half:
+            self._before, self._counts = self._counts, {}
 
     def count(self, key: str | None, now: float) -> float:
         """How often it came, as far as that is not forgotten."""
-        return self._counts.get(key, 0.0) / self._weight(now)
+        return self._count(key) / self._weight(now)
 
     def share(self, key: str | None) -> float:
         """Its part of all that came, 0 to 1."""
-        return self._counts.get(key, 0.0) / self._total if self._total else 0.0
+        return self._count(key) / self._total if self._total else 0.0
 
     def largest(self, share: float) -> Iterator[tuple[str | None, float]]:
         """The keys that have at least this share (over 0), and theirs; the largest first."""
         least = share * self._total
-        found = [(key, count) for key, count in self._counts.items() if count >= least]
+        counts = chain(self._counts.items(), self._before.items())
+        found = [(key, count) for key, count in counts if count >= least]
         for key, count in sorted(found, key=lambda item: -item[1]):
             yield key, count / self._total
 
@@ -71,12 +78,17 @@ class Rates:
         seconds = self._memory_s * (weight - self._first) / weight
         return self._total / weight / seconds if seconds > SOON_S else 0.0
 
-    def _weight(self, now: float) -> float:
-        return exp((now - self._origin) / self._memory_s) if self._origin is not None else 1.0
+    def _count(self, key: str | None) -> float:
+        return self._counts.get(key) or self._before.get(key, 0.0)
 
-    def _rescale(self, now: float, weight: float) -> float:
-        self._counts = {key: count / weight for key, count in self._counts.items()}
-        self._total /= weight
-        self._first /= weight
+    def _weight(self, now: float) -> float:
+        if self._origin is None:
+            return 1.0
+        return exp(min((now - self._origin) / self._memory_s, 3 * OLD))
+
+    def _rescale(self, now: float, factor: float) -> None:
+        self._counts = {key: count * factor for key, count in self._counts.items()}
+        self._before = {key: count * factor for key, count in self._before.items()}
+        self._total *= factor
+        self._first *= factor
         self._origin = now
-        return 1.0

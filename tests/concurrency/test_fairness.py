@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from adaptercache import Caps, Request
+from adaptercache import Caps, Request, Tier
+from adaptercache.testing import FaultySource
 from adaptercache.waiting import MAX_BYPASSES
 
 STEPS_A_REQUEST = 3
@@ -80,3 +81,26 @@ def test_many_names_of_one_content_are_admitted_alike(tiny: Any) -> None:
         assert {lease.slot for _, lease in admitted} == {admitted[0][1].slot}
         for _, lease in admitted:
             lease.release()
+
+
+def test_what_is_nearer_to_the_gpu_gets_in_first_under_a_cap(tiny: Any) -> None:
+    """On the GPU, then in CPU memory, then far away: whatever the order of arrival."""
+    source = FaultySource(tiny.source("cold", "warm", "other", "hot"))
+    with tiny.cache(source, gpu_slots=2, pages=64) as cache:
+        tiny.load(cache, "warm", "other", "hot")  # `warm` was evicted from the GPU
+        assert cache.resident(Tier.GPU) == {"other", "hot"}
+        source.delay_s = 0.1
+        waiting = [Request(name, name) for name in ("cold", "warm", "hot")]
+        order: list[str] = []
+
+        def step() -> bool:
+            nonlocal waiting
+            admission = cache.admit(waiting, max_adapters=1)
+            waiting = admission.deferred
+            for request, lease in admission.admitted:
+                order.append(request.request_id)
+                lease.release()
+            return not waiting
+
+        assert tiny.wait_until(step)
+    assert order == ["hot", "warm", "cold"]
