@@ -29,6 +29,37 @@ def test_a_cache_that_is_in_use_neither_leads_nor_follows(tiny: Any) -> None:
             Follower(cache, 1)
 
 
+def test_ranks_sleep_and_wake_together(tiny: Any) -> None:
+    source = tiny.source("a")
+    with tiny.cache(source) as first, tiny.cache(source) as second:
+        leader, follower = Leader(first, [1]), Follower(second, 1)
+
+        def serve(name: str) -> bytes:
+            waiting, leases = [Request(name, "a")], list[Any]()
+
+            def step() -> bool:
+                nonlocal waiting
+                admission, orders = leader.admit(waiting)
+                waiting = admission.deferred
+                leases.extend(lease for _, lease in [*admission.admitted, *follower.obey(orders)])
+                leader.hear(follower.report())
+                return bool(leases)
+
+            assert tiny.wait_until(step)
+            digest: bytes = leases[0].digest
+            assert leases[0].slot == leases[1].slot
+            for lease in leases:
+                lease.release()
+            return digest
+
+        before = serve("r0")
+        for cache in (first, second):
+            cache.drop_gpu()
+        for cache in (first, second):
+            cache.restore()
+        assert serve("r1") == before
+
+
 def test_a_lease_that_a_follower_keeps_too_long_is_named(tiny: Any) -> None:
     source = tiny.source("a")
     with tiny.cache(source) as first, tiny.cache(source) as second:
