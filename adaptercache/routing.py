@@ -203,11 +203,10 @@ class AffinityRouter:
         share = self._rates.share(adapter_id)
         if self._rates.count(adapter_id, now) < _ENOUGH:
             return before
-        homes = before
         if share > before * limit:
             homes = ceil(share / limit * _AMPLE)
-        elif before > 1 and share < self._calm * (before - 1) * limit:
-            homes = max(1, ceil(share / limit / self._calm))
+        else:
+            homes = min(before, max(1, ceil(share / limit / self._calm)))
         homes = min(homes, len(self._loads))
         if homes != before:
             self.rehomed += 1

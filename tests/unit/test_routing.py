@@ -132,6 +132,20 @@ def test_hot_adapters_get_several_homes_and_nothing_flaps(number: int) -> None:
     assert traffic(router, ZIPF, 300.0, 120.0) == 0
 
 
+def test_a_share_that_wobbles_about_a_threshold_flaps_nothing() -> None:
+    """Of 2 instances, an adapter fills half a one at a quarter of the traffic."""
+    router = AffinityRouter(["x", "y"], memory_s=10.0)
+    due = 0.0
+    for tick in range(60_000):  # ten minutes
+        now = tick / 100
+        due += 0.22 if int(now / 30) % 2 else 0.28
+        adapter_id = "a" if due >= 1.0 else f"other-{tick % 50}"
+        due -= adapter_id == "a"
+        router.finished(router.route(adapter_id, now))
+    assert len(router.homes("a")) == 2
+    assert router.rehomed == 1
+
+
 def test_what_cools_down_is_consolidated_to_one_home() -> None:
     router = AffinityRouter([f"i{n}" for n in range(8)])
     traffic(router, ZIPF, 120.0, 0.0)
