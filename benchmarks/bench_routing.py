@@ -1,7 +1,7 @@
 """Routing over a simulated fleet: 100,000 adapters, Zipf 1.0, 64 and 1,000 instances.
 
     python benchmarks/bench_routing.py            # some minutes
-    python benchmarks/bench_routing.py --quick    # 64 instances, fewer requests
+    python benchmarks/bench_routing.py --quick    # 64 instances alone
 
 Each instance holds 100 adapters on the GPU and 1,000 in CPU memory. A *load* brings one into CPU
 memory from disk or store (hundreds of ms), a *copy* from there onto the GPU (ms). What is measured
@@ -35,7 +35,7 @@ def main() -> int:
             start = time.perf_counter()
             fleet = Fleet(number, SEED)
             policy, router = policies(fleet)[name]()
-            fleet.run(requests // 4 if quick else requests, policy)
+            fleet.run(requests, policy)
             row: dict[str, object] = {**fleet.outcome.row(fleet.servers)}
             if router is not None:
                 row["homes_changed"] = sum(fleet.rehomed.values())
