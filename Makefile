@@ -9,8 +9,8 @@ VENV := .venv/bin/python
 INSTALL := $(VENV) -m pip install -q --no-input --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-CPU_BENCHES := $(patsubst %,benchmarks/bench_%.py,host_path pages prefix)
-GPU_BENCHES := $(sort $(wildcard benchmarks/bench_*.py))
+CPU_BENCHES := $(patsubst %,benchmarks/bench_%.py,host_path pages prefix routing)
+GPU_BENCHES := $(filter-out %/bench_routing.py,$(sort $(wildcard benchmarks/bench_*.py)))
 
 .PHONY: help demo test check bench soak gpu docs clean
 

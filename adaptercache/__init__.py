@@ -2,9 +2,11 @@
 
 import logging
 
+from adaptercache.advice import Advice
 from adaptercache.base_model import BaseModel
 from adaptercache.batch import Request
 from adaptercache.cache import AdapterCache
+from adaptercache.caps import Caps
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.errors import (
     AdapterCacheError,
@@ -32,9 +34,11 @@ __all__ = [
     "AdapterNotFound",
     "AdapterUnsupported",
     "Admission",
+    "Advice",
     "BaseModel",
     "CacheClosed",
     "CapacityError",
+    "Caps",
     "Digest",
     "DirectorySource",
     "KVLayout",

@@ -16,9 +16,10 @@ from adaptercache.errors import CapacityError
 from adaptercache.identity import Digest
 from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
 from adaptercache.pages import Owner, PageAllocator
+from adaptercache.peers import Peers
 from adaptercache.placement import Placement
 from adaptercache.policy import LRU, EvictionPolicy
-from adaptercache.residency import Copy, Residency
+from adaptercache.residency import Copy, Residency, State
 
 __all__ = ["DiskShelf", "GpuArena", "GpuPlace", "HostArena", "HostPlace"]
 
@@ -58,6 +59,10 @@ class GpuArena(Residency[GpuPlace]):
         self.pages = PageAllocator(shape.num_pages)
         self.slots = PageAllocator(num_slots)
         self.kv_floor = kv_floor
+        self.peers: Peers | None = None
+        """The other ranks, where this one leads them."""
+        self.follows = False
+        """Whether rank 0 decides on what is here."""
         self._kv_limit = 0
         if adapter_floor is not None:
             self._kv_limit = max(0, shape.num_pages - adapter_floor)
@@ -125,10 +130,26 @@ class GpuArena(Residency[GpuPlace]):
         self.pages.take(load.pages, Owner.ADAPTER)
         self.slots.take((load.slot,), Owner.ADAPTER)
         place = GpuPlace(load.slot, load.pages, max_rank)
-        return self.reserve(load.digest, len(load.pages), place, prefetched=load.hint)
+        copy = self.reserve(load.digest, len(load.pages), place, prefetched=load.hint)
+        if self.peers is not None:
+            self.peers.load(load)
+            self.lease(copy)  # until every rank has it
+        return copy
+
+    def check_leads(self) -> None:
+        """Raises RuntimeError where rank 0 decides."""
+        if self.follows:
+            raise RuntimeError("this rank follows: only rank 0 admits, acquires, and takes pages")
+
+    def is_ready(self, copy: Copy[GpuPlace]) -> bool:
+        """Whether it is whole, here and on every rank that follows."""
+        is_here = copy.state is State.RESIDENT
+        return is_here and (self.peers is None or not self.peers.are_loading(copy.digest))
 
     def drop(self, copy: Copy[GpuPlace]) -> None:
         super().drop(copy)
+        if self.peers is not None:
+            self.peers.evict(copy.digest)
         self.pages.free(copy.place.pages, Owner.ADAPTER)
         self.slots.free((copy.place.slot,), Owner.ADAPTER)
 

@@ -11,7 +11,7 @@ import torch
 from adaptercache.arena import DiskShelf, GpuArena, HostArena
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.deciding import Deciding
-from adaptercache.errors import CapacityError
+from adaptercache.errors import CacheClosed, CapacityError
 from adaptercache.fetch import Fetcher
 from adaptercache.kv import KVPages
 from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
@@ -52,10 +52,28 @@ class Parts:
     host: HostTier
     gpu: GpuTier
     puts: TensorSource
+    lifts: Lifts
     movers: Movers
     lifter: Lifter
     leasing: Leasing
     pages: KVPages
+
+    def close(self) -> None:
+        """End running loads, fail whoever waits, and free all, in that order. Idempotent."""
+        with self.deciding:
+            if self.deciding.closed:
+                return
+            self.deciding.closed = True
+            for grant in self.ledger.waiting.grants():
+                self.ledger.fail(grant, CacheClosed())
+            self.lifter.close()
+        self.gpu.streams.close()
+        self.movers.close()
+        self.leasing.close()
+        self.deciding.tell()
+        self.disk.close()
+        self.host.close()
+        self.gpu.drop()
 
 
 def assemble(
@@ -98,7 +116,7 @@ def assemble(
     deciding.advance = lifter.advance
     leasing = Leasing(ledger, lifts, lifter, deciding)
     pages = KVPages(lifts, ledger.gpu.pages, deciding, gpu.streams.gave_up)
-    return Parts(ledger, deciding, disk, host, gpu, puts, movers, lifter, leasing, pages)
+    return Parts(ledger, deciding, disk, host, gpu, puts, lifts, movers, lifter, leasing, pages)
 
 
 def _check_device(device: torch.device) -> None:

@@ -7,15 +7,18 @@ changes until the decision is applied.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from adaptercache.caps import CAP_REASONS, NO_CAPS, Caps, Footprint, Roster
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import Digest, check_id
 from adaptercache.placement import Placement
+from adaptercache.step_room import KVRoom, StepRoom
 
-__all__ = ["Decision", "Load", "Request", "Standing", "plan"]
+__all__ = ["Batch", "Decision", "KVRoom", "Load", "Request", "Standing", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,9 @@ class Request:
     """A request that waits, or runs.
 
     Args:
-        request_id: yours; unique among the requests of one `admit`.
+        request_id: yours; unique among the requests of one `admit`, running ones included.
         adapter_id: its adapter; None is the base model.
-        num_tokens: how many tokens it brings into a step.
+        num_tokens: that it brings into a step; with speculative decoding, its draft too.
         kv_pages: KV pages that it will take when it is admitted (0 where KV doesn't share the
             arena). Admission holds it back until they can be had; take them before the next
             call, for a load that ends meanwhile may need the room.
@@ -38,9 +41,9 @@ class Request:
 
     def __post_init__(self) -> None:
         check_id(self.adapter_id)
-        for name in ("num_tokens", "kv_pages"):
-            if not hasattr(value := getattr(self, name), "__index__"):
-                raise TypeError(f"{name} is {value!r:.80}: give an int")
+        for value in (self.num_tokens, self.kv_pages):
+            if not hasattr(value, "__index__"):
+                raise TypeError(f"num_tokens and kv_pages are ints, not {value!r:.80}")
         if self.num_tokens < 0 or self.kv_pages < 0:
             raise ValueError(f"{self}: num_tokens and kv_pages are not negative")
 
@@ -55,7 +58,7 @@ class Load:
     hint: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a step makes thousands, and freezing takes four times as long
 class Standing:
     """How an adapter id stands: ``digest`` None until its files have been seen once."""
 
@@ -70,19 +73,22 @@ class Decision:
     """What to do: first the evictions, then the loads, then the admissions.
 
     ``reasons`` says for each deferred request id why it waits: ``loading`` (its adapter is on its
-    way), ``room`` (no pages or slot for it yet), ``max_adapters`` (the batch's cap), ``kv_pages``.
-    ``pages_wanted``: how many idle KV pages freed would let something cold in. ``refused``: the
-    adapter that is first in line for room and finds none.
+    way), ``room`` (no pages or slot for it yet), ``kv_pages``, ``max_adapters`` or another of the
+    batch's caps. ``pages_wanted``: how many idle KV pages freed would let something cold in.
+    ``refused``: the adapter that is first in line for room and finds none. ``capped``: the request
+    id that is first of those that wait for a cap. ``cold``: the adapters of the deferred, in order.
     """
 
     admitted: tuple[tuple[Request, Digest | None], ...] = ()
     deferred: tuple[Request, ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     failed: tuple[tuple[Request, AdapterCacheError], ...] = ()
     evictions: tuple[Digest, ...] = ()
     loads: tuple[Load, ...] = ()
     pages_wanted: int = 0
     refused: Digest | None = None
+    capped: str | None = None
+    cold: tuple[str, ...] = ()
 
 
 class State(Protocol):
@@ -90,6 +96,16 @@ class State(Protocol):
 
     def standing(self, adapter_id: str) -> Standing:
         """How an adapter id stands now."""
+
+    def settled(self) -> Collection[str] | None:
+        """The ids whose adapter is on the GPU, or on its way there, or failed a short while ago:
+        all others are below. None: too many to list, so that each has to be asked for."""
+
+    def names_of(self, digests: Collection[Digest]) -> Collection[str]:
+        """The ids that stand for any of these."""
+
+    def footprint(self, digest: Digest) -> Footprint:
+        """Of an adapter that is on the GPU."""
 
     def kv_room(self) -> KVRoom:
         """What the KV cache can still take."""
@@ -110,37 +126,41 @@ class State(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KVRoom:
-    """Pages that the KV cache has, can get by eviction, and may ever have."""
+class Batch:
+    """The batch as it runs, and what it may become.
 
-    used: int
-    reclaimable: int
-    limit: int
+    Args:
+        adapters: those of the running requests, one entry a request.
+        tokens: that the running requests bring into a step.
+        overdue: a request id that others have been admitted past too often: until it is in, nobody
+            behind it takes what it waits for.
+    """
+
+    adapters: Collection[Digest] = ()
+    tokens: int = 0
+    caps: Caps = NO_CAPS
+    overdue: str | None = None
 
 
-def plan(
-    waiting: Sequence[Request],
-    state: State,
-    *,
-    running: Collection[Digest] = (),
-    max_adapters: int | None = None,
-) -> Decision:
+NO_BATCH = Batch()
+
+
+def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> Decision:
     """Decide on a batch.
 
     Requests are looked at in order. One whose adapter is resident is admitted, also past others
-    whose adapter isn't; base-model requests are never held back by adapters.
+    whose adapter isn't or for whom a cap leaves no room; base-model requests are never held back
+    by adapters.
 
     Args:
-        waiting: in order of arrival.
+        waiting: in order of arrival, with distinct ids.
         state: only read.
-        running: the distinct adapters of the requests that run already.
-        max_adapters: cap on the distinct adapters of the batch, running ones included.
+        batch: what runs already, and the caps.
     """
-    walk = _Admissions(state, set(running), max_adapters)
-    for request in waiting:
-        walk.look_at(request)
-    cold = list(dict.fromkeys(r.adapter_id for r in walk.deferred if r.adapter_id is not None))
-    placement = state.place_on_gpu(walk.newcomers, cold, walk.kv_promised)
+    walk = _Admissions(state, batch)
+    walk.look_at_all(waiting)
+    cold = tuple(walk.cold)
+    placement = state.place_on_gpu(walk.newcomers, cold, walk.room.kv_promised)
     if placement.no_room:
         walk.tell_no_room(set(placement.no_room))
     return Decision(
@@ -152,87 +172,129 @@ def plan(
         loads=state.number(placement),
         pages_wanted=state.kv_pages_wanted(placement),
         refused=placement.no_room[0] if placement.no_room else None,
+        capped=walk.first_capped(),
+        cold=cold,
     )
 
 
 class _Admissions:
     """One walk over the waiting requests."""
 
-    def __init__(self, state: State, batch: set[Digest], max_adapters: int | None) -> None:
+    def __init__(self, state: State, batch: Batch) -> None:
         self._state = state
-        self._batch = batch
-        self._max_adapters = max_adapters
+        self._overdue = batch.overdue
+        self._roster = Roster(batch.caps, Counter(batch.adapters), state.footprint)
+        self.room = StepRoom(state.kv_room(), batch.caps.tokens, batch.tokens)
         self._standings: dict[str, Standing] = {}
-        self.kv = state.kv_room()
-        self._kv_left = self.kv.reclaimable
-        self._kv_blocked = False
-        self.kv_promised = 0
+        self._waits: dict[str | None, str] = {}  # adapters whose requests all wait, and why
+        self._far: list[Request] = []  # of another rank class than the batch's: looked at again
+        self._is_last_look = not batch.caps.near_ranks
+        self.cold: dict[str, None] = {}  # the adapters of those that wait, in order
         self.newcomers: list[Digest] = []  # adapters that this decision adds to the batch
         self.admitted: list[tuple[Request, Digest | None]] = []
         self.deferred: list[Request] = []
         self.reasons: dict[str, str] = {}
         self.failed: list[tuple[Request, AdapterCacheError]] = []
 
-    def look_at(self, request: Request) -> None:
-        adapter_id = request.adapter_id
+    def look_at_all(self, waiting: Sequence[Request]) -> None:
+        self._look_at_each(waiting)
+        if self._far:
+            far, self._is_last_look = self._far, True
+            self._look_at_each(far)
+            place = {request.request_id: index for index, request in enumerate(waiting)}
+            self.admitted.sort(key=lambda pair: place[pair[0].request_id])
+            self.deferred.sort(key=lambda request: place[request.request_id])
+            self.cold = dict.fromkeys(
+                r.adapter_id for r in self.deferred if r.adapter_id is not None
+            )
+
+    def _look_at_each(self, requests: Sequence[Request]) -> None:
+        waits, standings, standing_of = self._waits, self._standings, self._state.standing
+        settled = self._state.settled()
+        deferred, reasons = self.deferred, self.reasons
+        for request in requests:
+            adapter_id = request.adapter_id
+            reason = waits.get(adapter_id)
+            if reason is None and adapter_id is not None and adapter_id not in standings:
+                if settled is not None and adapter_id not in settled:
+                    reason = "loading"
+                else:
+                    standing = standings[adapter_id] = standing_of(adapter_id)
+                    reason = None if standing.ready or standing.error else standing.reason
+                if reason is not None:
+                    waits[adapter_id] = reason
+                    self.cold[adapter_id] = None
+            if reason is None:
+                self._look_at(request)
+            else:
+                deferred.append(request)
+                reasons[request.request_id] = reason
+
+    def _look_at(self, request: Request) -> None:
+        """One whose adapter is ready, or failed, or the base model."""
         digest = None
-        if adapter_id is not None:
-            standing = self._standings.get(adapter_id)
-            if standing is None:
-                standing = self._standings[adapter_id] = self._state.standing(adapter_id)
+        if request.adapter_id is not None:
+            standing = self._standings[request.adapter_id]
             if standing.error is not None:
-                self.failed.append((request, standing.error.copy_for(adapter_id)))
-                return
-            if not standing.ready:
-                self._defer(request, standing.reason)
+                self.failed.append((request, standing.error.copy_for(request.adapter_id)))
                 return
             digest = standing.digest
-            cap = self._max_adapters
-            if cap is not None and len(self._batch) >= cap and digest not in self._batch:
-                self._defer(request, "max_adapters")
+            assert digest is not None, "ready, so its content is known"
+            if not self._may_join(request, request.adapter_id, digest):
                 return
         idle_pages = 0
-        if digest is not None and digest not in self._batch:
+        if digest is not None and digest not in self._roster:
             idle_pages = self._state.idle_pages(digest)
-        if request.kv_pages and not self._kv_fits(request, idle_pages):
+        if over := self.room.never_fits(request.num_tokens, request.kv_pages):
+            self._fail(request, f"request {request.request_id!r} fits no step", over)
             return
-        if idle_pages and idle_pages > self._kv_left:  # KV is to get them, by eviction
-            self._defer(request, "kv_pages")
+        reason = self.room.refuses(request.num_tokens, request.kv_pages, idle_pages)
+        if reason is not None:
+            self._defer(request, reason)
             return
-        self._kv_left -= idle_pages + request.kv_pages
-        self.kv_promised += request.kv_pages
-        if digest is not None and digest not in self._batch:
-            self._batch.add(digest)
+        if digest is not None and self._roster.add(digest):
             self.newcomers.append(digest)
         self.admitted.append((request, digest))
 
-    def _kv_fits(self, request: Request, idle_pages: int) -> bool:
-        """Whether its KV pages can be had; once one can't, nobody behind takes any."""
-        if request.kv_pages > self.kv.limit:
-            error = CapacityError(
-                f"request {request.request_id!r} asks for more KV pages than there can be",
-                needed=request.kv_pages,
-                limit=self.kv.limit,
-                unit="pages",
-                adapter_id=request.adapter_id,
-            )
-            self.failed.append((request, error))
+    def _may_join(self, request: Request, adapter_id: str, digest: Digest) -> bool:
+        """Whether the caps let its adapter in, and it isn't put aside for its rank."""
+        is_overdue = request.request_id == self._overdue
+        if not (self._is_last_look or is_overdue or self._roster.is_near(digest)):
+            self._far.append(request)
             return False
-        quota = self.kv.limit - self.kv.used - self.kv_promised
-        room = min(self._kv_left - idle_pages, quota)
-        self._kv_blocked = self._kv_blocked or request.kv_pages > room
-        if self._kv_blocked:
-            self._defer(request, "kv_pages")
-        return not self._kv_blocked
+        reason = self._roster.refuses(digest)
+        if reason is None:
+            return True
+        if reason != "max_adapters" and (over := self._roster.never_fits(digest)):
+            self._fail(request, "the adapter is over a cap of the batch by itself", over)
+            return False
+        if is_overdue:
+            self._roster.make_way(digest)
+        self._waits[adapter_id] = reason  # caps only get tighter in one walk
+        self._defer(request, reason)
+        return False
+
+    def _fail(self, request: Request, what: str, over: tuple[str, int, int]) -> None:
+        unit, needed, limit = over
+        error = CapacityError(what, needed=needed, limit=limit, unit=unit)
+        self.failed.append((request, error.copy_for(request.adapter_id)))
 
     def _defer(self, request: Request, reason: str) -> None:
         self.deferred.append(request)
         self.reasons[request.request_id] = reason
+        if request.adapter_id is not None:
+            self.cold[request.adapter_id] = None
 
     def tell_no_room(self, no_room: Collection[Digest]) -> None:
         """Those that wait for room, not for a load."""
+        ids = self._state.names_of(no_room)
         for request in self.deferred:
-            if request.adapter_id is not None:
-                digest = self._standings[request.adapter_id].digest
-                if digest in no_room and self.reasons[request.request_id] == "loading":
-                    self.reasons[request.request_id] = "room"
+            if request.adapter_id in ids and self.reasons[request.request_id] == "loading":
+                self.reasons[request.request_id] = "room"
+
+    def first_capped(self) -> str | None:
+        """Who is first in line of those that wait for a cap on adapters alone."""
+        if CAP_REASONS.isdisjoint(self._waits.values()):
+            return None
+        waiting = (request.request_id for request in self.deferred)
+        return next((each for each in waiting if self.reasons[each] in CAP_REASONS), None)

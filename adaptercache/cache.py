@@ -13,10 +13,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from adaptercache.advice import Advice, advise
 from adaptercache.assembly import Budgets, assemble
 from adaptercache.batch import Request
+from adaptercache.caps import Caps
 from adaptercache.checkpoint import ReadOptions
-from adaptercache.errors import CacheClosed
+from adaptercache.given import caps_of
 from adaptercache.identity import AdapterKey, Digest, check_id
 from adaptercache.kernels import LoraBatch, rank_class_of, warmup
 from adaptercache.kv import KVPages
@@ -135,21 +137,23 @@ class AdapterCache:
         *,
         running: Iterable[tuple[Request, Lease]] = (),
         max_adapters: int | None = None,
+        caps: Caps | None = None,
     ) -> Admission:
         """Decide which waiting requests join the next batch, and start loads for the others.
 
         Args:
             waiting: in order of arrival: all of them; who is missing is taken to be gone.
             running: the batch as it is.
-            max_adapters: cap on the distinct adapters of the batch.
+            max_adapters: cap on the distinct adapters of the batch; short for ``caps``.
+            caps: more caps, and how to choose under them.
 
         Returns:
             See `Admission`. Every lease in it is ready and is the caller's to release.
 
         Raises:
-            CacheClosed, TypeError: nothing else.
+            CacheClosed, TypeError: nothing else, but for a ValueError where two ids are one.
         """
-        return self._leasing.admit(waiting, running, max_adapters)
+        return self._leasing.admit(waiting, running, caps_of(caps, max_adapters))
 
     @contextmanager
     def lora_batch(
@@ -245,6 +249,12 @@ class AdapterCache:
         with self._deciding.lock:
             return snapshot(self._ledger, self._parts.movers)
 
+    def advice(self, instances: int = 1) -> tuple[Advice, ...]:
+        """Adapters whose share of the last minutes' traffic would fill one of ``instances`` like
+        this: candidates for `merge`. See `Advice`."""
+        with self._deciding.lock:
+            return advise(self._ledger.traffic, instances, self._ledger.clock())
+
     # -- the GPU's memory
 
     def warmup(self, groups: Sequence[Sequence[str]] | None = None, num_rows: int = 8192) -> None:
@@ -273,20 +283,7 @@ class AdapterCache:
 
         Memory that a step still reads lives as long as its batch.
         """
-        with self._deciding:
-            if self._deciding.closed:
-                return
-            self._deciding.closed = True
-            for grant in self._ledger.waiting.grants():
-                self._ledger.fail(grant, CacheClosed())
-            self._parts.lifter.close()
-        self._gpu.streams.close()
-        self._parts.movers.close()
-        self._leasing.close()
-        self._deciding.tell()
-        self._parts.disk.close()
-        self._parts.host.close()
-        self._gpu.drop()
+        self._parts.close()
 
     def __enter__(self) -> AdapterCache:
         return self

@@ -10,7 +10,7 @@ Plain Python; the time is passed in. Not thread-safe: the cache's lock guards it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from adaptercache.errors import AdapterCacheError
@@ -50,6 +50,11 @@ class Catalog:
     def ids_of(self, digest: Digest) -> frozenset[str]:
         """The ids that stand for this content now."""
         return frozenset(self._sharing.get(digest, ()))
+
+    def few_ids_of(self, digest: Digest, most: int) -> Collection[str] | None:
+        """The same without a copy, to be read at once; None: they are more than ``most``."""
+        ids = self._sharing.get(digest, ())
+        return ids if len(ids) <= most else None
 
     def is_named(self, digest: Digest) -> bool:
         """Whether any id stands for this content."""
@@ -106,6 +111,12 @@ class Failures:
 
     def __len__(self) -> int:
         return len(self._failed)
+
+    def __contains__(self, adapter_id: str) -> bool:
+        return adapter_id in self._failed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._failed)
 
     def get(self, adapter_id: str, now: float) -> AdapterCacheError | None:
         """The error, while it is too early to try again."""

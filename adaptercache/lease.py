@@ -184,8 +184,8 @@ class Admission:
     Attributes:
         admitted: ``(request, lease)``, in order; the leases are ready.
         deferred: the requests that go on waiting, in order: the next call's ``waiting``.
-        reasons: why each of them waits, by request id: ``loading``, ``room``, ``max_adapters`` or
-            ``kv_pages``.
+        reasons: why each of them waits, by request id: ``loading``, ``room``, ``kv_pages``, or the
+            cap, such as ``max_adapters``.
         failed: ``(request, error)``: will never run; its own error.
         pages_wanted: how many idle KV pages freed would let something cold in.
     """

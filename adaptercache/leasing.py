@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from adaptercache.arena import GpuPlace
-from adaptercache.batch import Decision, Request, plan
+from adaptercache.batch import Batch, Decision, Request, plan
+from adaptercache.caps import Caps
 from adaptercache.deciding import Deciding
+from adaptercache.given import all_of, check_distinct, no_pair, requests_of
 from adaptercache.identity import Digest, check_id
 from adaptercache.kernels.segments import BASE_SLOT
 from adaptercache.lease import Admission, Lease
@@ -60,7 +62,7 @@ class Leasing:
         grant = Grant(adapter_id, ledger.clock(), GPU)
         with self._deciding.lock:  # a hit changes nothing that anybody waits for
             self._deciding.check_open()
-            if ledger.lease(grant):
+            if not ledger.gpu.follows and ledger.lease(grant):
                 ledger.counters.requests[GPU, "hit"] += 1
                 ledger.waiting.bypasses += 1
                 return Lease(adapter_id, grant, self)
@@ -68,8 +70,9 @@ class Leasing:
 
     def _acquire_later(self, grant: Grant) -> Lease:
         lease = Lease.pending(grant.adapter_id, grant, self)
-        with self._deciding:
+        with self._deciding.lock:
             self._deciding.check_open()
+            self._ledger.gpu.check_leads()
             error = self._ledger.standing(grant.adapter_id).error
             if error is not None:
                 self._ledger.fail(grant, error)
@@ -79,34 +82,32 @@ class Leasing:
                 if self._ledger.waiting.kv_promised:
                     self._told.put(LOOK_AT_PROMISE)
                 self._ledger.settle(grant.adapter_id)
+                self._lifter.look_for(grant.adapter_id)
+        self._deciding.tell()
         return lease
 
     def admit(
-        self,
-        waiting: Iterable[Request],
-        running: Iterable[tuple[Request, Lease]],
-        max_adapters: int | None,
+        self, waiting: Iterable[Request], running: Iterable[tuple[Request, Lease]], caps: Caps
     ) -> Admission:
-        waiting = _all_of("waiting", waiting)
-        for request in waiting:
-            if not isinstance(request, Request):
-                raise TypeError(f"waiting has {request!r:.80}: give a Request")
-        digests = _digests_of(_all_of("running", running))
-        if not isinstance(max_adapters, (int, type(None))):
-            raise TypeError(f"max_adapters is {max_adapters!r:.80}: give an int, or None")
+        waiting = requests_of(waiting)
+        pairs = all_of("running", running)
+        try:
+            digests = [digest for _, lease in pairs if (digest := lease.digest) is not None]
+            tokens = sum(request.num_tokens for request, _ in pairs)
+        except (TypeError, ValueError, AttributeError):
+            raise no_pair("running", pairs, (Request, Lease), "(Request, Lease)") from None
+        line = self._ledger.waiting
         with self._deciding.lock:
             self._deciding.check_open()
-            decision = plan(
-                waiting,
-                self._lifts,
-                running={digest for digest in digests if digest is not None},
-                max_adapters=max_adapters,
-            )
+            self._ledger.gpu.check_leads()
+            batch = Batch(digests, tokens, caps, line.overdue)
+            decision = plan(waiting, self._lifts, batch)
+            check_distinct(decision, [request.request_id for request, _ in pairs])
             admitted = [self._admitted(*pair) for pair in decision.admitted]
             self._lifts.apply(decision)
             self._lifter.copy(decision.loads)
             self._note_waiting(decision)
-            self._ledger.waiting.bypasses += bool(decision.admitted)
+            line.bypasses += bool(decision.admitted)
             self._lifts.be_fair(decision.refused)
             self._lifter.lift_to_host()
         self._deciding.tell()
@@ -119,10 +120,11 @@ class Leasing:
         )
 
     def _admitted(self, request: Request, digest: Digest | None) -> tuple[Request, Lease]:
-        if request.adapter_id is None:
-            return request, Lease(None, None, None)
         ledger = self._ledger
         now = ledger.clock()
+        if request.adapter_id is None:
+            ledger.traffic.add(None, now)
+            return request, Lease(None, None, None)
         since, found = ledger.waiting.first_seen(request.request_id) or (now, GPU)
         ledger.counters.requests[found, "hit" if found == GPU else "miss"] += 1
         if found != GPU:
@@ -134,7 +136,14 @@ class Leasing:
 
     def _note_waiting(self, decision: Decision) -> None:
         ledger = self._ledger
-        ledger.waiting.replace_requests(decision.deferred, ledger.clock(), ledger.found_in)
+        ledger.waiting.replace_requests(
+            decision.deferred,
+            decision.reasons.keys(),
+            decision.cold,
+            ledger.clock(),
+            ledger.found_in,
+        )
+        ledger.waiting.note_capped(decision.capped, bool(decision.admitted))
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in decision.admitted)
         ledger.waiting.starved = True  # perhaps: the next that frees room finds out
         ledger.counters.deferred.update(Counter(decision.reasons.values()))
@@ -150,7 +159,7 @@ class Leasing:
         Yields ``(segments, ranks)``, where a segment is ``(slot, number of tokens)``, and ranks are
         the largest of each slot.
         """
-        pairs = _all_of("pairs", pairs)
+        pairs = all_of("pairs", pairs)
         with self._deciding.lock:
             self._deciding.check_open()
             self._ledger.waiting.kv_promised = 0
@@ -158,7 +167,7 @@ class Leasing:
                 segments, copies = self._segments_of(pairs)
             except (TypeError, ValueError, AttributeError):
                 meant = "(Lease, number of tokens)"
-                raise _no_pair("pairs", pairs, (Lease, int), meant) from None
+                raise no_pair("pairs", pairs, (Lease, int), meant) from None
             for copy in copies.values():
                 self._ledger.gpu.lease(copy)
         try:
@@ -228,29 +237,3 @@ class Leasing:
         self._told.put(None)
         if self._janitor is not threading.current_thread():
             self._janitor.join()
-
-
-# What callers give. Looked at closely only once it has failed: a step must not pay for it.
-
-
-def _all_of(name: str, values: Iterable[Any]) -> list[Any]:
-    try:
-        return list(values)
-    except TypeError:
-        raise TypeError(f"{name} is {values!r:.80}: give a list") from None
-
-
-def _digests_of(running: list[tuple[Request, Lease]]) -> set[Digest | None]:
-    try:
-        return {lease.digest for _, lease in running}
-    except (TypeError, ValueError, AttributeError):
-        raise _no_pair("running", running, (object, Lease), "(Request, Lease)") from None
-
-
-def _no_pair(name: str, values: list[Any], kinds: tuple[type, type], meant: str) -> TypeError:
-    """The error for the first of ``values`` that is no pair of these kinds."""
-    for place, value in enumerate(values):
-        is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-        if not is_pair or not all(map(isinstance, value, kinds)):
-            return TypeError(f"{name}[{place}] is {value!r:.80}: give {meant}")
-    return TypeError(f"{name}: give {meant}")

@@ -18,13 +18,17 @@ from adaptercache.batch import Standing
 from adaptercache.catalog import Catalog, Failures, Known
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import AdapterKey, Digest
-from adaptercache.residency import Copy, Residency, State
+from adaptercache.rates import Rates
+from adaptercache.residency import Copy, Residency
 from adaptercache.stats import Counters, Tier
 from adaptercache.waiting import Grant, WaitingList
 
 __all__ = ["Ledger"]
 
 PlaceT = TypeVar("PlaceT")
+TRAFFIC_MEMORY_S = 600.0
+REMOTE = Tier.REMOTE.value  # looked up for thousands at once
+UNKNOWN = Standing()  # of every id that was never seen: not to be changed
 
 
 class Ledger:
@@ -55,6 +59,8 @@ class Ledger:
         self.failures = Failures()
         self.waiting = WaitingList()
         self.counters = Counters()
+        self.traffic = Rates(TRAFFIC_MEMORY_S)
+        """Leases served by adapter id, and base-model requests admitted."""
         self.gpu_up = True
         self.outbox: list[Callable[[], None]] = []
         self.on_evict: Callable[[Tier, Digest], None] | None = None
@@ -69,9 +75,11 @@ class Ledger:
         if digest is not None and (copy := self.gpu.get(digest)) is not None:
             if digest in self.waiting.draining:
                 return Standing(digest, reason="room")
-            return Standing(digest, ready=self.gpu_up and copy.state is State.RESIDENT)
+            return Standing(digest, ready=self.gpu_up and self.gpu.is_ready(copy))
         error = self.waiting.failed.get(adapter_id)
-        return Standing(digest, error=error or self.failures.get(adapter_id, self.clock()))
+        if error is None and adapter_id in self.failures:
+            error = self.failures.get(adapter_id, self.clock())
+        return UNKNOWN if digest is None and error is None else Standing(digest, error=error)
 
     def found_in(self, adapter_id: str) -> str:
         """The top tier that has it whole, for the metrics."""
@@ -80,7 +88,7 @@ class Ledger:
             for tier, residency in self._tiers.items():
                 if residency.resident(known.digest) is not None:
                     return tier.value
-        return Tier.REMOTE.value
+        return REMOTE
 
     def learn(self, key: AdapterKey, digest: Digest, elements: int) -> Digest | None:
         """An id stands for this content from now on; what nobody names any more goes.
@@ -130,8 +138,9 @@ class Ledger:
     def _doom(self, digest: Digest, doomed: bool) -> None:
         """Mark the copies of what nobody names any more. Idle ones in the arenas go at once,
         held ones at their release; the files on disk are for a mover to delete."""
-        for residency in self._tiers.values():
-            if (copy := residency.get(digest)) is not None:
+        for tier, residency in self._tiers.items():
+            is_ours = tier is not Tier.GPU or not self.gpu.follows  # else rank 0 decides
+            if is_ours and (copy := residency.get(digest)) is not None:
                 copy.doomed = doomed
         self._sweep(self.gpu.get(digest), Tier.GPU)
         self._sweep(self.host.get(digest), Tier.HOST)
@@ -145,13 +154,14 @@ class Ledger:
     def lease(self, grant: Grant) -> bool:
         """Serve a lease if its adapter is on the GPU."""
         known = self.catalog.get(grant.adapter_id)
-        copy = self.gpu.resident(known.digest) if known is not None else None
-        if known is None or copy is None or not self.gpu_up:
+        copy = self.gpu.get(known.digest) if known is not None else None
+        if known is None or copy is None or not (self.gpu_up and self.gpu.is_ready(copy)):
             return False
         if known.digest in self.waiting.draining:
             return False
         self.gpu.lease(copy)
         self.waiting.forget_hint(grant.adapter_id)
+        self.traffic.add(grant.adapter_id, grant.since)
         grant.digest = known.digest
         grant.slot = copy.place.slot
         grant.key = AdapterKey(grant.adapter_id, known.revision)  # last: it is ready from now on

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 
 from adaptercache.arena import HostPlace
 from adaptercache.batch import Decision, KVRoom, Load, Standing
+from adaptercache.caps import Footprint
 from adaptercache.catalog import Known
 from adaptercache.identity import Digest
 from adaptercache.ledger import Ledger
@@ -20,10 +21,11 @@ from adaptercache.pages import Owner
 from adaptercache.placement import Placement, Want, place
 from adaptercache.residency import Copy
 from adaptercache.stats import Tier
+from adaptercache.waiting import MAX_BYPASSES
 
 __all__ = ["Lifts"]
 
-MAX_BYPASSES = 100  # hits, or decisions that admitted somebody, past the first in line
+MANY_NAMES = 256  # of one content
 NOTHING = Placement((), (), (), 0)
 
 
@@ -35,6 +37,24 @@ class Lifts:
 
     def standing(self, adapter_id: str) -> Standing:
         return self._ledger.standing(adapter_id)
+
+    def settled(self) -> Collection[str] | None:
+        ledger = self._ledger
+        ids = {*ledger.waiting.failed, *ledger.failures}
+        for copy in ledger.gpu:
+            names = ledger.catalog.few_ids_of(copy.digest, MANY_NAMES)
+            if names is None:
+                return None
+            ids.update(names)
+        return ids
+
+    def names_of(self, digests: Collection[Digest]) -> Collection[str]:
+        ids_of = self._ledger.catalog.ids_of
+        return {name for digest in digests for name in ids_of(digest)}
+
+    def footprint(self, digest: Digest) -> Footprint:
+        place = self._ledger.gpu[digest].place
+        return Footprint(place.max_rank, len(place.pages))
 
     def kv_room(self) -> KVRoom:
         return self._ledger.gpu.kv_room()
@@ -62,7 +82,7 @@ class Lifts:
         ledger, gpu = self._ledger, self._ledger.gpu
         line = self._line(Tier.GPU, waiting)
         cold = [(known, hint) for known, hint in line if gpu.get(known.digest) is None]
-        if not cold or not ledger.gpu_up:
+        if not cold or not ledger.gpu_up or gpu.follows:
             return NOTHING
         promised = ledger.waiting.kv_promised if kv_promised is None else kv_promised
         free = gpu.adapter_room(ledger.waiting.kv_pages) - promised
@@ -73,6 +93,7 @@ class Lifts:
         wants = [Want(digest, 0, False) for digest in admitted]
         for known, hint in line:
             ready = ledger.host.resident(known.digest) is not None
+            ready = ready and (gpu.peers is None or gpu.peers.have(known.digest))
             pages = gpu.shape.pages_for(known.elements)
             wants.append(Want(known.digest, pages, ready, hint))
         return place(wants, gpu, free=free, free_slots=gpu.slots.num_free)
@@ -149,12 +170,21 @@ class Lifts:
         line |= dict.fromkeys(ledger.waiting.order(), False)
         return [(adapter_id, hint) for adapter_id, hint in line.items() if ledger.lacks(adapter_id)]
 
+    def wanted(self) -> list[tuple[str, Digest | None]]:
+        """The adapters that are looked at, in order of arrival, and their content where known."""
+        ledger = self._ledger
+        ids = dict.fromkeys(ledger.waiting.order())
+        ids |= dict.fromkeys(key for key, _ in ledger.waiting.hints(ledger.clock()))
+        known = ((key, ledger.catalog.get(key)) for key in ids)
+        return [(key, found.digest if found is not None else None) for key, found in known]
+
     def allocate_kv(self, n: int) -> tuple[int, ...] | None:
         """Pages for the KV cache, evicting cold adapters; None where there are not enough.
 
         Adapters that somebody waits for go last.
         """
         ledger, gpu = self._ledger, self._ledger.gpu
+        gpu.check_leads()
         room = gpu.kv_room()
         if n > min(room.limit - room.used, room.reclaimable):
             return None

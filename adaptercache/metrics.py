@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 
 from adaptercache import errors
 from adaptercache.cache import AdapterCache
+from adaptercache.caps import CAP_REASONS
 from adaptercache.movers import Hop
 from adaptercache.stats import Histogram, HistogramData, Stats, Tier
 
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 HOPS = tuple(hop.value for hop in Hop)
 EVICTIONS = {
-    Tier.GPU: ("room", "kv", "superseded", "dropped"),
+    Tier.GPU: ("room", "kv", "superseded", "dropped", "broken"),
     Tier.HOST: ("room", "superseded"),
     Tier.DISK: ("room", "superseded", "broken"),
 }
@@ -146,7 +147,7 @@ COUNTERS = (
         "deferred",
         ("reason",),
         "Times that a request was told to wait: one for each request and call of admit.",
-        ("loading", "room", "max_adapters", "kv_pages"),
+        ("loading", "room", "kv_pages", *sorted(CAP_REASONS), "max_tokens"),
     ),
 )
 

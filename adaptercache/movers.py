@@ -20,6 +20,8 @@ from typing import Any
 from adaptercache.errors import CacheClosed, forget_locals
 from adaptercache.stats import Tier
 
+BUSY = 16  # fetches queued: while there are more, one that failed makes nothing possible
+
 __all__ = ["Hop", "Job", "Movers"]
 
 log = logging.getLogger(__name__)
@@ -182,7 +184,8 @@ class Movers:
                     job.done(result, seconds)
                 else:
                     job.failed(error, seconds)
-                self._ended()
+                if error is None or self._num_queued[job.hop] < BUSY or job.hop is not Hop.FETCH:
+                    self._ended()
             except BaseException:  # a defect of ours; the thread must live on
                 with suppress(Exception):
                     log.exception("deciding after a load failed", extra={"hop": job.hop.label})

@@ -89,6 +89,18 @@ class Lifter:
         for copy in self._lifts.take_host_loads():
             self._read(copy)
 
+    def look_for(self, adapter_id: str) -> None:
+        """Somebody has joined the end of the line for this adapter: start what that changes.
+
+        A flood of them costs little each: nothing is looked at twice for its sake.
+        """
+        waiting = self._ledger.waiting
+        if self._ledger.lacks(adapter_id):
+            if self._movers.queued(Hop.FETCH) < MAX_FETCHES:
+                self._fetch(adapter_id, demand=True)
+        elif waiting.is_within_sight(adapter_id):
+            self.advance()
+
     def close(self) -> None:
         """Nobody's refresh will be answered any more."""
         for futures in self._refreshes.values():

@@ -62,6 +62,8 @@ def wake_up(parts: Parts, adapter_ids: Iterable[str]) -> None:
         parts.deciding.check_open()
         parts.ledger.gpu_up = True
         known = [adapter_id for adapter_id in adapter_ids if parts.ledger.catalog.get(adapter_id)]
+        if parts.ledger.gpu.follows:  # rank 0 brings them back
+            known = []
     leases = [parts.leasing.acquire(adapter_id) for adapter_id in known]
     while not all(lease.ready for lease in leases):
         time.sleep(POLL_S)

@@ -5,9 +5,10 @@ Plain Python; the time is passed in. Not thread-safe: the cache's lock guards it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
+from operator import attrgetter
 
 from adaptercache.batch import Request
 from adaptercache.errors import AdapterCacheError
@@ -16,8 +17,11 @@ from adaptercache.stats import Tier
 
 __all__ = ["Grant", "WaitingList"]
 
+_kv_pages = attrgetter("kv_pages")
+
 HINT_LASTS_S = 10.0
 MAX_HINTS = 1024
+MAX_BYPASSES = 100  # hits, or decisions that admitted somebody, past the first in line
 LOOK_AHEAD = 256  # distinct adapters: whoever is further behind is not looked at yet
 
 
@@ -64,6 +68,10 @@ class WaitingList:
         """The adapter that is first in line for room, and found none when last looked at."""
         self.bypasses = 0
         """How often others were served since."""
+        self.capped: str | None = None
+        """The request id that is first in line of those that wait for a cap of the batch."""
+        self.cap_bypasses = 0
+        """How many decisions have admitted others since."""
         self.draining: set[Digest] = set()
         """Adapters that get no new leases, so that the first in line finds room at last."""
         self.starved = False
@@ -98,36 +106,77 @@ class WaitingList:
             if not same:
                 del self._by_id[grant.adapter_id]
 
+    def is_within_sight(self, adapter_id: str) -> bool:
+        """Whether one who has just joined is looked at: not where the line ahead is longer than
+        that, nor where somebody waits for the same adapter already."""
+        return len(self._by_id) <= LOOK_AHEAD and len(self._by_id.get(adapter_id, ())) == 1
+
     def first_seen(self, request_id: str) -> tuple[float, str] | None:
         """When a waiting request was first seen, and the tier that its adapter was in then."""
         return self._first_seen.get(request_id)
 
     def replace_requests(
-        self, requests: Iterable[Request], now: float, found_in: Callable[[str], str]
+        self,
+        requests: Sequence[Request],
+        request_ids: KeysView[str],
+        adapter_ids: tuple[str, ...],
+        now: float,
+        found_in: Callable[[str], str],
     ) -> None:
         """These requests wait now, in order of arrival; all others are gone.
 
-        ``found_in`` says in which tier an adapter is.
+        Thousands may wait for long, so what has not changed is not touched one by one.
+
+        Args:
+            requests: those that wait.
+            request_ids: theirs.
+            adapter_ids: their distinct adapters, in order.
+            now: seconds.
+            found_in: says in which tier an adapter is.
         """
-        before, self._first_seen = self._first_seen, {}
-        seqs, self._wanted = self._wanted, {}
         self.failed = {}
-        found: dict[str, tuple[float, str]] = {}
-        self.kv_pages = 0
-        for request in requests:
-            self.kv_pages = max(self.kv_pages, request.kv_pages)
-            adapter_id = request.adapter_id
-            if adapter_id is None:
-                continue
-            seen = before.get(request.request_id) or found.get(adapter_id)
-            if seen is None:
-                seen = found[adapter_id] = (now, found_in(adapter_id))
-            self._first_seen[request.request_id] = seen
-            if adapter_id not in self._wanted:
-                seq = seqs.get(adapter_id)
-                if seq is None:
-                    seq = self._seq = self._seq + 1
-                self._wanted[adapter_id] = seq
+        self.kv_pages = max(map(_kv_pages, requests), default=0)
+        if self._first_seen.keys() != request_ids:
+            for gone in self._first_seen.keys() - request_ids:
+                del self._first_seen[gone]
+            self._note_new(requests, set(request_ids - self._first_seen.keys()), now, found_in)
+        if tuple(self._wanted) != adapter_ids:
+            seq_of, following = self._wanted.get, count(self._seq + 1)
+            self._wanted = {each: seq_of(each) or next(following) for each in adapter_ids}
+            self._seq = next(following) - 1
+
+    def _note_new(
+        self, requests: Sequence[Request], new: set[str], now: float, found_in: Callable[[str], str]
+    ) -> None:
+        if not new:
+            return
+        if len(new) < len(requests) // 2:  # the new ones have come last
+            last, requests, left = reversed(requests), [], len(new)
+            for request in last:
+                requests.append(request)
+                left -= request.request_id in new
+                if not left:
+                    break
+        found = {
+            adapter_id: (now, found_in(adapter_id) if adapter_id is not None else Tier.GPU.value)
+            for adapter_id in {request.adapter_id for request in requests}
+        }
+        self._first_seen.update(
+            (request.request_id, found[request.adapter_id])
+            for request in requests
+            if request.request_id in new
+        )
+
+    def note_capped(self, request_id: str | None, others_admitted: bool) -> None:
+        """Who was first in line for a cap in the last decision, and whether others got in."""
+        if request_id != self.capped:
+            self.capped, self.cap_bypasses = request_id, 0
+        self.cap_bypasses += others_admitted
+
+    @property
+    def overdue(self) -> str | None:
+        """The request that was passed over for the batch's caps too often: it is next."""
+        return self.capped if self.cap_bypasses >= MAX_BYPASSES else None
 
     def note_failed(self, adapter_id: str, error: AdapterCacheError) -> None:
         """A load that waiting requests may want has failed."""

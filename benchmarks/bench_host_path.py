@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,12 @@ from pathlib import Path
 import torch
 
 import record
-from adaptercache import AdapterCache, AdapterKey, BaseModel, Lease, LoraLayout, Request
+from adaptercache import AdapterCache, AdapterKey, BaseModel, Caps, Lease, LoraLayout, Request
 from adaptercache.testing import FakeSource, random_adapter
 
 ADAPTERS, IN_BATCH = 200, 16
-LIMITS_US = {"acquire + release": 10, "admit": 1000, "lora_batch": 100}
+LONG = 10_000
+LIMITS_US = {"acquire + release": 10, "admit": 1000, "lora_batch": 100, "long line": 10_000}
 
 
 def small_base() -> BaseModel:
@@ -33,10 +35,19 @@ def small_base() -> BaseModel:
     return BaseModel.from_table(table)
 
 
+class FarSource(FakeSource):
+    """What is cold takes its time, as over a network, so that it is still cold at the next look."""
+
+    def revision(self, adapter_id: str) -> str:
+        if adapter_id.startswith("cold-"):
+            time.sleep(0.2)
+        return super().revision(adapter_id)
+
+
 @contextmanager
 def filled_cache(slots: int, known_ids: int) -> Iterator[AdapterCache]:
     """A cache that has had 200 adapters of different content, as many on the GPU as have slots."""
-    base, source = small_base(), FakeSource()
+    base, source = small_base(), FarSource()
     for index in range(ADAPTERS):
         source.put(f"adapter-{index}", *random_adapter(base, rank=4, seed=index))
     cache = AdapterCache(
@@ -98,6 +109,23 @@ def admission(cache: AdapterCache) -> dict[str, float]:
     return record.spread(record.time_each(act, after, 60))
 
 
+def long_line(cache: AdapterCache, waiting: list[Request]) -> dict[str, float]:
+    """Another decision on a line that was there before; 64 are admitted where they can be."""
+    caps = Caps(adapters=IN_BATCH, tokens=64)
+    leases: list[Lease] = []
+
+    def act() -> None:
+        leases.extend(lease for _, lease in cache.admit(waiting, caps=caps).admitted)
+
+    def after() -> None:
+        while leases:
+            leases.pop().release()
+
+    act()
+    after()
+    return record.spread(record.time_each(act, after, 60))
+
+
 def batch(cache: AdapterCache) -> dict[str, float]:
     leases = [cache.acquire(f"adapter-{index}") for index in range(IN_BATCH)]
     pairs = [(leases[index % IN_BATCH], 1) for index in range(256)]
@@ -121,17 +149,22 @@ def main() -> int:
         with filled_cache(ADAPTERS, known_ids) as cache:
             rows = {"acquire + release": hits(cache), "lora_batch": batch(cache)}
             rows["admit, the others capped"] = admission(cache)
+            ids = [f"adapter-{random.randrange(ADAPTERS)}" for _ in range(LONG)]
+            line = [Request(f"l{i}", adapter_id) for i, adapter_id in enumerate(ids)]
+            rows["long line of 10,000 over 200 adapters"] = long_line(cache, line)
         with filled_cache(IN_BATCH, known_ids) as cache:
             running = [cache.acquire(f"adapter-{index}").result() for index in range(IN_BATCH)]
             rows["admit, the others without room"] = admission(cache)
             for lease in running:
                 lease.release()
+            line = [Request(f"l{i}", f"cold-{i}") for i in range(LONG)]
+            rows["long line of 10,000 cold adapters"] = long_line(cache, line)
         for what, figures in rows.items():
             limit = next(us for name, us in LIMITS_US.items() if what.startswith(name))
             missed += figures["us"] > limit
             cases[f"{what}/{known_ids} ids"] = {**figures, "limit_us": limit}
             print(
-                f"{what:32} {known_ids:>9} ids {figures['us']:9.2f} µs "
+                f"{what:38} {known_ids:>9} ids {figures['us']:9.2f} µs "
                 f"({figures['p25']:.2f} to {figures['p75']:.2f}; limit {limit})",
                 flush=True,
             )

@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).parent.parent / "adaptercache"
 # A name stands for one file; the FOLDERS' stand for whatever is in them.
 DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
-    *("batch", "waiting", "arena", "ledger", "lifts", "routing", "prefix"),
+    *("rates", "advice", "caps", "step_room", "batch", "peers", "waiting", "arena"),
+    *("ledger", "lifts", "routing", "prefix"),
 )
 TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
 LAYERS = (
@@ -40,13 +41,13 @@ LAYERS = (
     ("checkpoint", "packing", "convert", "merge", "kernels"),
     TIERS,
     ("movers", "journal", "fetch", "prefetch", "snapshot"),
-    ("deciding", "lease", "leasing", "kv", "assembly", "sleep"),
-    ("cache",),
+    ("deciding", "lease", "given", "leasing", "kv", "assembly", "sleep"),
+    ("cache", "ranks"),
     ("metrics", "testing", "cli", "integrations"),
     ("adaptercache",),  # the package's own __init__: the public names
 )
 ORDER = {name: place for place, name in enumerate(chain.from_iterable(LAYERS))}
-FOLDERS = {"checkpoint", "convert", "kernels", "testing", "cli", "integrations"}
+FOLDERS = {"checkpoint", "convert", "merge", "kernels", "testing", "cli", "integrations"}
 
 # No torch, no I/O, no clock, no randomness, no lock, no log: all that deciding may import.
 PURE = {

@@ -15,7 +15,7 @@ from adaptercache.errors import AdapterCacheError
 __all__ = ["REFUSED", "Part", "Refusal", "refusing"]
 
 REFUSED = 1  # the exit code; a wrong use of a command is 2
-Part: TypeAlias = Literal["reader", "base", "layout", "plan", "converter"]
+Part: TypeAlias = Literal["reader", "base", "layout", "plan", "converter", "merger"]
 
 _FACTS = ("feature", "where", "found", "expected", "needed", "limit", "unit", "remedy")
 _OPTIONS = {
@@ -24,6 +24,7 @@ _OPTIONS = {
     "text_only": "--text-only",
     "ignored_config_keys": "--ignore-config-key",
     "max_rank": "--max-rank",
+    "untie": "--untie",
     "from_table": "give a JSON table of its modules",
     "base_config": "--base",
 }

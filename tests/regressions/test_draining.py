@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adaptercache import AdapterCache, Tier
-from adaptercache.lifts import MAX_BYPASSES
+from adaptercache.waiting import MAX_BYPASSES
 
 
 @pytest.fixture

@@ -6,9 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adaptercache import AdapterNotFound, CapacityError
-from adaptercache.batch import Decision, KVRoom, Load, Request, Standing, plan
+from adaptercache.batch import Batch, Decision, KVRoom, Load, Request, Standing, plan
+from adaptercache.caps import RANK_CLASSES, Caps, Footprint
+from adaptercache.kernels import segments
 from adaptercache.placement import Placement
 
 READY = {name: Standing(name.encode(), ready=True) for name in "abc"}
@@ -24,11 +28,21 @@ class FakeState:
     standings: dict[str, Standing] = field(default_factory=lambda: dict(READY))
     room: KVRoom = MUCH_KV
     idle: dict[bytes, int] = field(default_factory=dict)
+    footprints: dict[bytes, Footprint] = field(default_factory=dict)
     placement: Placement = NOTHING
     asked: list[tuple[list[bytes], list[str], int]] = field(default_factory=list)
 
     def standing(self, adapter_id: str) -> Standing:
         return self.standings.get(adapter_id, Standing(adapter_id.encode()))
+
+    def settled(self) -> Collection[str] | None:
+        return None
+
+    def names_of(self, digests: Collection[bytes]) -> Collection[str]:
+        return {digest.decode() for digest in digests}
+
+    def footprint(self, digest: bytes) -> Footprint:
+        return self.footprints.get(digest, Footprint(16, 4))
 
     def kv_room(self) -> KVRoom:
         return self.room
@@ -72,14 +86,14 @@ def test_each_request_is_answered_once_and_the_order_is_kept() -> None:
 
 
 def test_the_cap_counts_distinct_adapters_and_those_that_run() -> None:
-    decision = plan(requests("a", "b", "c", "a", None), FakeState(), running=[b"c"], max_adapters=2)
+    decision = plan(requests("a", "b", "c", "a", None), FakeState(), Batch([b"c"], caps=Caps(2)))
     assert admitted(decision) == ["r0", "r2", "r3", "r4"]
     assert decision.reasons == {"r1": "max_adapters"}
 
 
 @pytest.mark.parametrize("cap", [0, 1])
 def test_a_cap_that_is_full_admits_base_requests_alone(cap: int) -> None:
-    decision = plan(requests("a", None), FakeState(), running=[b"z"] * cap, max_adapters=cap)
+    decision = plan(requests("a", None), FakeState(), Batch([b"z"] * cap, caps=Caps(cap)))
     assert admitted(decision) == ["r1"]
 
 
@@ -139,5 +153,203 @@ def test_a_resident_adapter_that_is_kept_for_another_says_why() -> None:
     assert plan(requests("a"), state).reasons == {"r0": "room"}
 
 
+def test_of_settled_ids_alone_the_standing_is_asked_for() -> None:
+    class Settled(FakeState):
+        def settled(self) -> Collection[str] | None:
+            return {"a", "bad"}
+
+        def standing(self, adapter_id: str) -> Standing:
+            assert adapter_id in ("a", "bad")
+            return super().standing(adapter_id)
+
+    state = Settled({"bad": Standing(error=AdapterNotFound("no"))} | READY)
+    decision = plan(requests("x", "a", "bad", "b", "x"), state)
+    assert admitted(decision) == ["r1"]
+    assert [r.request_id for r, _ in decision.failed] == ["r2"]
+    assert decision.reasons == {"r0": "loading", "r3": "loading", "r4": "loading"}
+
+
 def test_nothing_to_do_is_an_empty_decision() -> None:
     assert plan([], FakeState()) == Decision()
+
+
+RANKS = {b"a": Footprint(64, 16), b"b": Footprint(16, 4), b"c": Footprint(8, 2)}
+
+
+def test_the_sum_of_the_ranks_is_capped() -> None:
+    state = FakeState(footprints=RANKS)
+    decision = plan(requests("b", "a", "c", "b"), state, Batch(caps=Caps(rank_sum=30)))
+    assert admitted(decision) == ["r0", "r2", "r3"]
+    assert [r.request_id for r, _ in decision.failed] == ["r1"]  # 64 alone is over the cap
+    decision = plan(requests("b", "a", "c"), state, Batch(caps=Caps(rank_sum=70)))
+    assert admitted(decision) == ["r0", "r2"]
+    assert decision.reasons == {"r1": "max_rank_sum"}
+
+
+def test_the_pages_that_a_step_reads_are_capped_and_running_adapters_count() -> None:
+    state = FakeState(footprints=RANKS)
+    decision = plan(requests("b", "c", "a"), state, Batch([b"a", b"a"], caps=Caps(pages=18)))
+    assert admitted(decision) == ["r1", "r2"]
+    assert decision.reasons == {"r0": "max_pages"}
+
+
+def test_an_adapter_over_a_cap_by_itself_is_told_so() -> None:
+    state = FakeState(footprints=RANKS)
+    ((_, error),) = plan(requests("a"), state, Batch(caps=Caps(pages=8))).failed
+    assert isinstance(error, CapacityError)
+    assert (error.needed, error.limit, error.unit, error.adapter_id) == (16, 8, "pages", "a")
+
+
+def test_tokens_are_capped_in_order_of_arrival() -> None:
+    drafts = [Request("r0", "a", num_tokens=5), Request("r1", None, num_tokens=4)]
+    batch = Batch(tokens=2, caps=Caps(tokens=8))
+    decision = plan([*drafts, Request("r2", None, num_tokens=1)], FakeState(), batch)
+    assert admitted(decision) == ["r0"]
+    assert decision.reasons == {"r1": "max_tokens", "r2": "max_tokens"}
+    decision = plan([drafts[0], Request("r2", "b", num_tokens=1)], FakeState(), batch)
+    assert admitted(decision) == ["r0", "r2"]
+
+
+def test_more_tokens_than_a_step_may_have_fail_their_own_request() -> None:
+    waiting = [Request("r0", "a", num_tokens=9), Request("r1", "a", num_tokens=8)]
+    decision = plan(waiting, FakeState(), Batch(caps=Caps(tokens=8)))
+    assert [(r.request_id, type(e)) for r, e in decision.failed] == [("r0", CapacityError)]
+    assert admitted(decision) == ["r1"]
+
+
+def test_near_ranks_fill_a_capped_batch_first() -> None:
+    state = FakeState(footprints=RANKS)
+    caps = Caps(2, near_ranks=True)
+    assert admitted(plan(requests("b", "a", "c"), state, Batch(caps=caps))) == ["r0", "r2"]
+    assert admitted(plan(requests("b", "a", "c"), state, Batch(caps=Caps(2)))) == ["r0", "r1"]
+    # a preference: what is left of the cap goes to the others, and the order is kept
+    decision = plan(requests("b", "a", "x", "c"), state, Batch(caps=Caps(3, near_ranks=True)))
+    assert admitted(decision) == ["r0", "r1", "r3"]
+
+
+def test_near_ranks_keep_the_order_of_those_that_wait() -> None:
+    state = FakeState(footprints=RANKS)
+    waiting = requests("b", "a", "x", "c", "a")
+    decision = plan(waiting, state, Batch(caps=Caps(2, near_ranks=True)))
+    assert [request.request_id for request in decision.deferred] == ["r1", "r2", "r4"]
+    assert state.asked[-1][1] == ["a", "x"]
+    assert decision.cold == ("a", "x")
+
+
+def test_rank_classes_are_those_of_the_kernels() -> None:
+    assert RANK_CLASSES == segments.RANK_CLASSES
+
+
+def test_who_is_first_in_line_for_a_cap_is_named() -> None:
+    decision = plan(requests("x", "a", "b", "c"), FakeState(), Batch(caps=Caps(1)))
+    assert decision.capped == "r2"
+    assert plan(requests("x", "a", "b"), FakeState()).capped is None
+
+
+def test_an_overdue_request_closes_the_batch_behind_it_to_the_least_used_adapter() -> None:
+    batch = Batch([b"a", b"a", b"b"], caps=Caps(2), overdue="r1")
+    decision = plan(requests("b", "c", "b", "a", None), FakeState(), batch)
+    assert admitted(decision) == ["r0", "r3", "r4"]  # r0 came before it
+    assert decision.reasons == {"r1": "max_adapters", "r2": "max_adapters"}
+
+
+def test_nobody_small_slips_in_behind_an_overdue_request() -> None:
+    state = FakeState(footprints=RANKS)
+    batch = Batch([b"b"], caps=Caps(rank_sum=70), overdue="r0")
+    assert admitted(plan(requests("a", "c", "b"), state, batch)) == []
+    batch = Batch([b"b"], caps=Caps(rank_sum=70))
+    assert admitted(plan(requests("a", "c", "b"), state, batch)) == ["r1", "r2"]
+
+
+# -- whatever the state: caps hold, order is kept, everybody is answered
+
+IDS = [None, *"abcdef"]
+ranks = st.sampled_from([4, 8, 16, 32, 64])
+states = st.builds(
+    FakeState,
+    standings=st.fixed_dictionaries(
+        {
+            name: st.sampled_from(
+                [
+                    Standing(name.encode(), ready=True),
+                    Standing(name.encode()),
+                    Standing(name.encode(), reason="room"),
+                    Standing(error=AdapterNotFound("no")),
+                ]
+            )
+            for name in "abcdef"
+        }
+    ),
+    footprints=st.fixed_dictionaries(
+        {name.encode(): st.builds(Footprint, ranks, st.integers(1, 8)) for name in "abcdef"}
+    ),
+    room=st.builds(KVRoom, st.just(0), st.integers(0, 20), st.integers(10, 20)),
+    idle=st.dictionaries(st.sampled_from([b"a", b"b", b"c"]), st.integers(1, 6)),
+)
+caps_of = st.builds(
+    Caps,
+    st.none() | st.integers(1, 4),
+    st.none() | st.integers(8, 128),
+    st.none() | st.integers(4, 16),
+    st.none() | st.integers(4, 16),
+    st.booleans(),
+)
+some_requests = st.lists(
+    st.tuples(st.sampled_from(IDS), st.integers(0, 5), st.integers(0, 6)), max_size=20
+)
+
+
+@given(states, caps_of, some_requests, st.integers(-1, 19), st.integers(0, 2))
+def test_caps_hold_order_is_kept_and_everybody_is_answered(
+    state: FakeState,
+    caps: Caps,
+    wanted: list[tuple[str | None, int, int]],
+    overdue: int,
+    num_running: int,
+) -> None:
+    waiting = [Request(f"r{n}", *args) for n, args in enumerate(wanted)]
+    running = [b"a", b"b"][:num_running]
+    batch = Batch(running, num_running, caps, f"r{overdue}")
+    decision = plan(waiting, state, batch)
+
+    place = {request.request_id: n for n, request in enumerate(waiting)}
+    answers = [
+        [request for request, _ in decision.admitted],
+        list(decision.deferred),
+        [request for request, _ in decision.failed],
+    ]
+    for answer in (answers[0], answers[1]):
+        assert answer == sorted(answer, key=lambda request: place[request.request_id])
+    assert sorted(r.request_id for answer in answers for r in answer) == sorted(place)
+    assert decision.reasons.keys() == {request.request_id for request in decision.deferred}
+
+    adapters = {*running, *(digest for _, digest in decision.admitted if digest is not None)}
+    prints = [state.footprints[digest] for digest in adapters]
+    is_new = bool(adapters - set(running))
+    assert caps.adapters is None or len(adapters) <= max(caps.adapters, num_running)
+    assert caps.rank_sum is None or not is_new or sum(p.rank for p in prints) <= caps.rank_sum
+    assert caps.pages is None or not is_new or sum(p.pages for p in prints) <= caps.pages
+    tokens = num_running + sum(request.num_tokens for request, _ in decision.admitted)
+    assert caps.tokens is None or tokens <= max(caps.tokens, num_running)
+    assert sum(r.kv_pages for r, _ in decision.admitted) <= min(
+        state.room.reclaimable, state.room.limit
+    )
+    for request in decision.deferred:
+        if request.adapter_id is None:
+            assert decision.reasons[request.request_id] in ("max_tokens", "kv_pages")
+    for request, digest in decision.admitted:
+        standing = state.standing(request.adapter_id) if request.adapter_id else None
+        assert digest == (standing.digest if standing else None)
+        assert standing is None or standing.ready
+
+
+@given(states, caps_of, some_requests)
+def test_near_ranks_are_a_preference_that_leaves_no_room_unused(
+    state: FakeState, caps: Caps, wanted: list[tuple[str | None, int, int]]
+) -> None:
+    """Whoever waits for a cap on adapters finds it full, near ranks or not."""
+    waiting = [Request(f"r{n}", adapter_id) for n, (adapter_id, _, _) in enumerate(wanted)]
+    decision = plan(waiting, state, Batch(caps=replace(caps, tokens=None, near_ranks=True)))
+    adapters = {digest for _, digest in decision.admitted if digest is not None}
+    if "max_adapters" in decision.reasons.values():
+        assert len(adapters) == caps.adapters

@@ -39,6 +39,7 @@ CERTAIN = {
     "adaptercache_load_bytes_total": set(HOPS),
     "adaptercache_evictions_total": {
         *(("gpu", "room"), ("gpu", "kv"), ("gpu", "superseded"), ("gpu", "dropped")),
+        ("gpu", "broken"),
         *(("host", "room"), ("host", "superseded")),
         *(("disk", "room"), ("disk", "superseded"), ("disk", "broken")),
     },
@@ -47,7 +48,10 @@ CERTAIN = {
         *(("AdapterNotFound",), ("AdapterInvalid",), ("AdapterUnsupported",)),
         *(("LoadFailed",), ("CapacityError",), ("CacheClosed",)),
     },
-    "adaptercache_deferred_total": {("loading",), ("room",), ("max_adapters",), ("kv_pages",)},
+    "adaptercache_deferred_total": {
+        *(("loading",), ("room",), ("kv_pages",), ("max_adapters",)),
+        *(("max_rank_sum",), ("max_pages",), ("max_tokens",)),
+    },
     "adaptercache_resident_adapters": {(tier,) for tier in TIERS},
     "adaptercache_resident_bytes": {(tier,) for tier in TIERS},
     "adaptercache_capacity_bytes": {(tier,) for tier in TIERS},

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptercache import prefix
 from adaptercache.prefix import prefix_keys
 
 DIGEST = bytes(range(32))
@@ -205,3 +206,26 @@ def test_a_table_of_tokens_is_refused() -> None:
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=list(arguments)[-1]):
         prefix_keys([1, 2], **arguments)
+
+
+roots = st.tuples(
+    st.integers(1, 1 << 40),
+    st.none() | st.binary(min_size=32, max_size=32),
+    st.integers(0, 1 << 40),
+)
+
+
+@given(roots, roots)
+def test_no_two_roots_are_made_of_the_same_bytes(
+    one: tuple[int, bytes | None, int], other: tuple[int, bytes | None, int]
+) -> None:
+    """Nobody can choose a digest, a block size or a position so that it passes for another's."""
+
+    def made_of(block_size: int, digest: bytes | None, position: int) -> tuple[bytes, ...]:
+        parts = [block_size.to_bytes(8, "little")]
+        if digest is not None:
+            parts += [digest, position.to_bytes(8, "little")]
+        return tuple(parts)
+
+    first, second = made_of(*one), made_of(*other)
+    assert (prefix._root(*first) == prefix._root(*second)) is (first == second)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from adaptercache import Request, Tier
-from adaptercache.waiting import HINT_LASTS_S, LOOK_AHEAD, MAX_HINTS, Grant, WaitingList
+from adaptercache.waiting import (
+    HINT_LASTS_S,
+    LOOK_AHEAD,
+    MAX_BYPASSES,
+    MAX_HINTS,
+    Grant,
+    WaitingList,
+)
 
 
 @pytest.fixture
@@ -20,8 +27,13 @@ def ask(line: WaitingList, adapter_id: str) -> Grant:
 
 
 def want(line: WaitingList, *adapter_ids: str) -> None:
-    requests = [Request(f"r-{adapter_id}", adapter_id) for adapter_id in adapter_ids]
-    line.replace_requests(requests, 0.0, lambda adapter_id: "remote")
+    replace(line, [Request(f"r-{adapter_id}", adapter_id) for adapter_id in adapter_ids])
+
+
+def replace(line: WaitingList, requests: list[Request], now: float = 0.0) -> None:
+    ids = {request.request_id: "loading" for request in requests}
+    adapters = tuple(r.adapter_id for r in requests if r.adapter_id is not None)
+    line.replace_requests(requests, ids.keys(), adapters, now, lambda adapter_id: "remote")
 
 
 def test_leases_come_in_order_of_arrival_each_adapter_once(line: WaitingList) -> None:
@@ -102,5 +114,25 @@ def test_hints_are_bounded(line: WaitingList) -> None:
 
 def test_the_most_kv_pages_that_one_request_asks_for_are_known(line: WaitingList) -> None:
     requests = [Request("r1", "a", kv_pages=2), Request("r2", None, kv_pages=5)]
-    line.replace_requests(requests, 0.0, lambda adapter_id: "remote")
+    replace(line, requests)
     assert line.kv_pages == 5
+
+
+def test_when_a_request_was_first_seen_is_known_while_it_waits(line: WaitingList) -> None:
+    first, second, third = (Request(f"r{n}", "a") for n in range(3))
+    replace(line, [first, second], 1.0)
+    replace(line, [second, third, Request("base")], 2.0)
+    assert line.first_seen("r0") is None
+    assert line.first_seen("r1") == (1.0, "remote")
+    assert line.first_seen("r2") == (2.0, "remote")
+    assert line.first_seen("base") == (2.0, "gpu")
+
+
+def test_who_is_passed_over_too_often_is_overdue(line: WaitingList) -> None:
+    for _ in range(MAX_BYPASSES):
+        assert line.overdue is None
+        line.note_capped("r1", False)  # nobody else was admitted: not passed over
+        line.note_capped("r1", True)
+    assert line.overdue == "r1"
+    line.note_capped("r2", True)
+    assert line.overdue is None
