@@ -28,7 +28,8 @@ def add_lora(
 
     Args:
         y: the modules' outputs, changed in place: one tensor ``[num_rows, sum of out]`` with the
-            modules side by side, or one ``[num_rows, out]`` a module. Rows may be strided.
+            modules side by side, or a list of one ``[num_rows, out]`` a module. Rows may be
+            strided; columns lie side by side.
         x: their input, ``[num_rows, in]``, of the arena's dtype (not quantised).
         batch: of this step.
         modules: names, in the order of y: ``("q_proj", "k_proj", "v_proj")``.
@@ -41,6 +42,8 @@ def add_lora(
 
     Thread-safe as far as y is the caller's own.
     """
+    if not isinstance(batch, LoraBatch):
+        raise TypeError(f"batch is {batch!r:.80}: give a LoraBatch")
     group = batch.stack.group(layer, modules)
     _check(y, x, batch, group)
     batch.wait(layer)
@@ -58,21 +61,41 @@ def _check(y: Tensor | Sequence[Tensor], x: Tensor, batch: LoraBatch, group: Gro
     """Everything, before anything is computed."""
     if batch.has_ended:
         raise RuntimeError("the batch's with block has ended: make all of a step's launches in it")
-    _check_tensor("x", x, group.in_features, batch, group)
+    _check_tensor("x", x, group.in_features, batch, group.modules)
     if isinstance(y, Tensor):
-        _check_tensor("y", y, sum(group.widths), batch, group)
+        _check_output(y, x, sum(group.widths), batch, group.modules)
         return
+    if not isinstance(y, (list, tuple)):
+        raise TypeError(f"y is {y!r:.80}: give a tensor, or a list with one a module")
     if len(y) != len(group.modules):
         raise ValueError(f"y is {len(y)} tensors, for {len(group.modules)} modules")
-    for output, width in zip(y, group.widths, strict=True):
-        _check_tensor("y", output, width, batch, group)
+    for output, width, module in zip(y, group.widths, group.modules, strict=True):
+        _check_output(output, x, width, batch, (module,))
+    if batch.num_rows and len({output.data_ptr() for output in y}) < len(y):
+        raise ValueError("y has one tensor twice: give each module its own")
 
 
-def _check_tensor(name: str, tensor: Tensor, width: int, batch: LoraBatch, group: Group) -> None:
+def _check_output(
+    y: Tensor, x: Tensor, width: int, batch: LoraBatch, modules: Sequence[str]
+) -> None:
+    _check_tensor("y", y, width, batch, modules)
+    if batch.num_rows > 1 and y.stride(0) < width:
+        raise ValueError(f"y has strides {y.stride()}: its rows overlap")
+    if batch.num_rows and y.data_ptr() == x.data_ptr():
+        raise ValueError("y is x: give it memory of its own")
+    if y.requires_grad and torch.is_grad_enabled():
+        raise TypeError("add_lora has no gradients, and y asks for them: use torch.no_grad()")
+
+
+def _check_tensor(
+    name: str, tensor: Tensor, width: int, batch: LoraBatch, modules: Sequence[str]
+) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {tensor!r:.80}: give a tensor")
     if tensor.shape != (batch.num_rows, width):
         raise ValueError(
             f"{name} is {list(tensor.shape)}, expected [{batch.num_rows}, {width}] for "
-            f"{', '.join(group.modules)}"
+            f"{', '.join(modules)}"
         )
     if width > 1 and tensor.stride(1) != 1:
         raise ValueError(
@@ -81,6 +104,6 @@ def _check_tensor(name: str, tensor: Tensor, width: int, batch: LoraBatch, group
     stack = batch.stack
     if tensor.dtype != stack.dtype or tensor.device != stack.device:
         raise TypeError(
-            f"{name} is {tensor.dtype} on {tensor.device}; the arena is {stack.dtype} on "
+            f"{name} is {tensor.dtype} on {tensor.device}; the adapters are {stack.dtype} on "
             f"{stack.device}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -36,13 +37,16 @@ class LoraBatch:
             model.
         pad_to: the number of rows of x and y, where it is larger than the number of tokens; rows
             beyond the tokens are left alone.
-        rank_class: an upper bound of the ranks in the batch (see `rank_class_of`).
-        ranks: of slots, an upper bound of their own ranks, where it is lower: mixed ranks are
-            sooner done where this is told.
+        rank_class: an upper bound of the ranks in the batch (see `rank_class_of`); None: what
+            ``ranks`` say, or the stack's layout.
+        ranks: of slots, an upper bound of their own ranks: mixed ranks are sooner done where this
+            is told. None: what the stack knows of them.
         wait: called with a layer before that layer's adapters are read.
 
     Raises:
-        ValueError: a slot out of range, or more tokens than ``pad_to``.
+        ValueError: a slot out of range, more tokens than ``pad_to``, no such rank class, or one
+            that ``ranks`` exceed.
+        TypeError: segments that are no pairs of integers.
 
     Not thread-safe: a step is launched by one thread.
     """
@@ -53,24 +57,39 @@ class LoraBatch:
         segments: Sequence[tuple[int, int]],
         *,
         pad_to: int | None = None,
-        rank_class: int = 16,
+        rank_class: int | None = None,
         ranks: Mapping[int, int] | None = None,
         wait: Callable[[int], None] | None = None,
     ) -> None:
-        slots, counts = zip(*segments, strict=True) if segments else ((), ())
+        try:
+            slots, counts = zip(*segments, strict=True) if segments else ((), ())
+            self.num_tokens = operator.index(sum(counts))
+        except (TypeError, ValueError):
+            raise TypeError(f"segments is {segments!r:.80}: give (slot, tokens) pairs") from None
         if slots and not (min(slots) >= BASE_SLOT and max(slots) < stack.num_slots):
             wrong = min(slots) if min(slots) < BASE_SLOT else max(slots)
             raise ValueError(f"slot {wrong}: there are {BASE_SLOT} to {stack.num_slots - 1}")
         if counts and min(counts) < 0:
             raise ValueError(f"{min(counts)} tokens of slot {slots[counts.index(min(counts))]}")
-        self.num_tokens = sum(counts)
         self.num_rows = self.num_tokens if pad_to is None else pad_to
         if self.num_tokens > self.num_rows:
             raise ValueError(f"{self.num_tokens} tokens, but pad_to is {pad_to}")
         self.stack = stack
         self.segments = tuple(segments)
+        used = set(slots) - {BASE_SLOT} if ranks is None or rank_class is None else ()
+        if ranks is None:
+            ranks = {slot: stack.known_ranks[slot] for slot in used if slot in stack.known_ranks}
+        largest = max(ranks.values(), default=1)
+        if rank_class is None:  # of a batch of the base alone any: it may be captured for others
+            is_known = used and all(slot in ranks for slot in used)
+            rank_class = rank_class_of(largest if is_known else stack.layout.max_rank)
+        if rank_class not in RANK_CLASSES or rank_class < largest:
+            raise ValueError(
+                f"rank_class is {rank_class!r}, with ranks of up to {largest}: one of "
+                f"{', '.join(map(str, RANK_CLASSES))}"
+            )
         self.rank_class = rank_class
-        self._ranks = ranks or {}
+        self._ranks = ranks
         self._wait = wait
         self.shape = WorkShape(self.num_rows, stack.num_slots)
         self.num_groups = 0

@@ -50,6 +50,7 @@ class LoraStack:
         start: ``int32 [slots, sites]``, in units of 512 elements; −1 = absent.
         rank: ``int32 [slots, sites]``; 0 = absent.
         scaling: ``float32 [slots, sites]``.
+        known_ranks: of slots, the largest, where the host knows it: of `from_dense`.
 
     The four tables are views of one ``int32 [slots, row]`` tensor, ``table``, so that a slot is
     set by one copy of one row (see `row`). Their rows are therefore strided; the addresses never
@@ -82,6 +83,7 @@ class LoraStack:
         )
         self.scaling = scaling.view(torch.float32)
         self.start.fill_(-1)
+        self.known_ranks: dict[int, int] = {}
         self.device = self.arena.device
         self.dtype = dtype
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
@@ -137,6 +139,7 @@ class LoraStack:
                     start += align(a.numel())
                     vector[start : start + b.numel()] = b.t().flatten()
             stack.table[slot].copy_(stack.row(spec, range(first, first + pages[slot])))
+            stack.known_ranks[slot] = spec.max_rank
             first += pages[slot]
         return stack
 
@@ -149,10 +152,9 @@ class LoraStack:
         try:
             return self._index[layer, module]
         except KeyError:
-            raise ValueError(
-                f"no module {module!r} in layer {layer}: the layout has layers 0 to "
-                f"{self.layout.num_layers - 1} with {', '.join(self.layout.modules)}"
-            ) from None
+            its = [name for at, name in self._index if at == layer]
+            there = f"there are {', '.join(its)}" if its else "and none else"
+            raise ValueError(f"no module {module!r} in layer {layer!r}, {there}") from None
 
     def group(self, layer: int, modules: Sequence[str]) -> Group:
         """The modules that one call of `add_lora` serves; the same object each time.
@@ -264,10 +266,16 @@ def _check_dense(
         raise ValueError("no tensors were given")
     first, _, _ = next(iter(dense.values()))
     table: dict[str, dict[str, object]] = {}
-    for (layer, module), (a, b, scalings) in dense.items():
-        where = f"layer {layer}, {module}"
-        if "." in module or a.dim() != 3 or b.dim() != 3:
-            raise ValueError(f"{where}: a name without dots, A [slots, r, in], B [slots, out, r]")
+    for key, (a, b, scalings) in dense.items():
+        layer, module = key
+        where = f"layer {layer!r}, {module!r}"
+        if [type(part) for part in key] != [int, str] or "." in module:
+            raise ValueError(f"{key}: a key is (layer, module), such as (0, 'q_proj')")
+        if a.dim() != 3 or b.dim() != 3:
+            raise ValueError(
+                f"{where}: A is {list(a.shape)}, B is {list(b.shape)}; expected [slots, r, in] and "
+                "[slots, out, r]"
+            )
         if b.shape[::2] != a.shape[:2] or len(first) != len(a) or len(scalings) != len(a):
             raise ValueError(
                 f"{where}: A is {list(a.shape)}, B is {list(b.shape)}, {len(scalings)} scalings, "
@@ -278,6 +286,10 @@ def _check_dense(
         if {a.device, b.device, first.device} != {a.device}:
             raise ValueError(f"{where}: A is on {a.device}, B on {b.device}")
         table[f"layers.{layer}.{module}"] = {"kind": "linear", "out_in": [b.shape[1], a.shape[2]]}
-    if ranks is not None and (len(ranks) != len(first) or min(ranks, default=0) < 0):
-        raise ValueError(f"{len(ranks)} ranks for {len(first)} slots: one each, not negative")
+    if ranks is not None and len(ranks) != len(first):
+        raise ValueError(f"{len(ranks)} ranks for {len(first)} slots: one each")
+    most = max(a.shape[1] for a, _, _ in dense.values())
+    for slot, rank in enumerate(ranks or ()):
+        if not 0 <= rank <= most:
+            raise ValueError(f"slot {slot} is of rank {rank}: A and B hold 0 to {most}")
     return len(first), table

@@ -75,19 +75,36 @@ def broken(name: str) -> tuple[dict[Any, Any], list[int] | None]:
         return {}, None
     if name == "dots":
         return {(0, "self_attn.q_proj"): (a, b, scalings)}, None
-    if name in ("too few ranks", "negative rank"):
-        return dense, [1] if name == "too few ranks" else [1, -1, 2]
+    if name == "key":
+        return {("k_proj", 0): (a, b, scalings)}, None
+    if name.endswith(("ranks", "rank")) and name != "rank":
+        return dense, {"too few ranks": [1], "negative rank": [1, -1, 2], "large rank": [1, 6, 2]}[
+            name
+        ]
     return dense | {key: changed[name]}, None
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("empty", "dots", "slots", "rank", "scalings", "dims", "dtype", "device"),
-        *("too few ranks", "negative rank"),
+        *("empty", "dots", "key", "slots", "rank", "scalings", "dims", "dtype", "device"),
+        *("too few ranks", "negative rank", "large rank"),
     ],
 )
 def test_what_does_not_go_together_is_refused(name: str) -> None:
     dense, ranks = broken(name)
-    with pytest.raises(ValueError, match=r"tensors|dots|slots|A is|ranks"):
+    with pytest.raises(ValueError, match=r"tensors|a key is|slots|A is|ranks|of rank"):
         LoraStack.from_dense(dense, ranks)
+
+
+def test_a_batch_is_of_the_rank_class_that_its_adapters_need() -> None:
+    stack = LoraStack.from_dense(dense_of(3, 40), [40, 7, 17])
+    assert LoraBatch(stack, [(1, 2), (-1, 1)]).rank_class == 16
+    assert LoraBatch(stack, [(1, 2), (2, 1)]).rank_class == 64
+    assert LoraBatch(stack, [(1, 2)], rank_class=128).rank_class == 128
+    assert LoraBatch(stack, []).rank_class == 64, "a graph captured with it may run any of them"
+    for wrong in (16, 32, 0, -5, "64"):  # over it, a kernel would leave rows of A out
+        with pytest.raises(ValueError, match="rank_class"):
+            LoraBatch(stack, [(0, 1)], rank_class=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank_class"):
+        LoraBatch(stack, [(1, 1)], rank_class=16, ranks={1: 17})

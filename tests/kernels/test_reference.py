@@ -343,6 +343,37 @@ def test_a_segment_that_cannot_be_is_refused(world: World, segment: tuple[int, i
         LoraBatch(world.stack, [segment])
 
 
+@pytest.mark.parametrize("segments", [[(0, 1.5)], [0, 1], [(0,)], [(0, "1")], 5], ids=str)
+def test_segments_that_are_no_pairs_are_named(world: World, segments: Any) -> None:
+    with pytest.raises(TypeError, match="segments"):
+        LoraBatch(world.stack, segments)
+
+
+def test_outputs_that_would_come_out_wrong_are_refused(world: World) -> None:
+    batch, x, ys = inputs(world, QKV)
+    shared = torch.zeros(1, ys[0].shape[1]).expand(ys[0].shape)
+    overlapping = torch.zeros(ys[0].numel() * 2).as_strided(ys[0].shape, (3, 1))
+    wants_gradients = torch.zeros(ys[0].shape, requires_grad=True)
+    for y, error in (
+        (shared, ValueError),
+        (overlapping, ValueError),
+        (x[:, : ys[0].shape[1]], ValueError),
+        (wants_gradients, TypeError),
+        (ys[0].numpy(), TypeError),
+        (None, TypeError),
+    ):
+        with pytest.raises(error, match=r"overlap|y is|gradients|y has"):
+            add_lora([y, ys[1], ys[2]], x, batch, QKV, 0)  # type: ignore[list-item]
+    twins = [module for module in QKV if module != "q_proj"]
+    with pytest.raises(ValueError, match="twice"):
+        add_lora([ys[1], ys[1]], x, batch, twins, 0)
+    with pytest.raises(TypeError, match="y is"):
+        add_lora({"q_proj": ys[0]}, x, batch, ("q_proj",), 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="batch is"):
+        add_lora(ys, x, SEGMENTS, QKV, 0)  # type: ignore[arg-type]
+    assert not any(y.any() for y in ys)
+
+
 def test_more_tokens_than_rows_are_refused(world: World) -> None:
     with pytest.raises(ValueError, match="pad_to"):
         LoraBatch(world.stack, [(0, 3)], pad_to=2)
