@@ -29,12 +29,16 @@ class Request:
         kv_pages: KV pages that it will take when it is admitted (0 where KV doesn't share the
             arena). Admission holds it back until they can be had; take them before the next
             call, for a load that ends meanwhile may need the room.
+        pipelined: admit it while its adapter is still being copied to the GPU. The step then
+            waits layer by layer: `add_lora` does, outside of CUDA graphs; between the pieces of a
+            piecewise captured model call ``lora.wait(layer)``.
     """
 
     request_id: str
     adapter_id: str | None = None
     num_tokens: int = 1
     kv_pages: int = 0
+    pipelined: bool = False
 
     def __post_init__(self) -> None:
         check_id(self.adapter_id)
@@ -58,6 +62,7 @@ class Standing:
 
     digest: Digest | None = None
     ready: bool = False  # on the GPU, and not being kept for somebody ahead
+    coming: bool = False  # being copied there, in a way that a step can wait for
     reason: str = "loading"  # why it isn't
     error: AdapterCacheError | None = None
 
@@ -90,6 +95,9 @@ class State(Protocol):
 
     def kv_room(self) -> KVRoom:
         """What the KV cache can still take."""
+
+    def can_pipeline(self) -> bool:
+        """Whether a step can wait for loads that are decided on now."""
 
     def idle_pages(self, digest: Digest) -> int:
         """Pages that can't be reclaimed any more once this adapter is leased."""
@@ -140,6 +148,10 @@ def plan(
     placement = state.place_on_gpu(walk.newcomers, cold, walk.kv_promised)
     if placement.no_room:
         walk.tell_no_room(set(placement.no_room))
+    if placement.loads and any(request.pipelined for request in walk.deferred):
+        if state.can_pipeline():
+            walk.admit_coming({want.digest: want.size for want in placement.loads})
+        walk.admitted.sort(key=lambda pair: walk.places[pair[0].request_id])
     return Decision(
         admitted=tuple(walk.admitted),
         deferred=tuple(walk.deferred),
@@ -169,8 +181,10 @@ class _Admissions:
         self.deferred: list[Request] = []
         self.reasons: dict[str, str] = {}
         self.failed: list[tuple[Request, AdapterCacheError]] = []
+        self.places: dict[str, int] = {}  # of the requests, in the order of arrival
 
     def look_at(self, request: Request) -> None:
+        self.places[request.request_id] = len(self.places)
         adapter_id = request.adapter_id
         digest = None
         if adapter_id is not None:
@@ -180,12 +194,11 @@ class _Admissions:
             if standing.error is not None:
                 self.failed.append((request, standing.error.copy_for(adapter_id)))
                 return
-            if not standing.ready:
+            if not (standing.ready or (request.pipelined and standing.coming)):
                 self._defer(request, standing.reason)
                 return
             digest = standing.digest
-            cap = self._max_adapters
-            if cap is not None and len(self._batch) >= cap and digest not in self._batch:
+            if self._is_over_cap(digest):
                 self._defer(request, "max_adapters")
                 return
         idle_pages = 0
@@ -197,6 +210,29 @@ class _Admissions:
             self._defer(request, "kv_pages")
             return
         self._kv_left -= idle_pages + request.kv_pages
+        self._admit(request, digest)
+
+    def admit_coming(self, loads: Mapping[Digest, int]) -> None:
+        """Admit who waits for these loads (digest → pages) and can do so in a step."""
+        self._kv_left -= sum(loads.values())
+        deferred, self.deferred = self.deferred, []
+        for request in deferred:
+            adapter_id, reason = request.adapter_id, self.reasons[request.request_id]
+            digest = self._standings[adapter_id].digest if adapter_id is not None else None
+            if not request.pipelined or reason != "loading" or digest not in loads:
+                self.deferred.append(request)
+            elif self._is_over_cap(digest):
+                self._defer(request, "max_adapters")
+            elif not request.kv_pages or self._kv_fits(request, 0):
+                del self.reasons[request.request_id]
+                self._kv_left -= request.kv_pages
+                self._admit(request, digest)
+
+    def _is_over_cap(self, digest: Digest | None) -> bool:
+        cap = self._max_adapters
+        return cap is not None and len(self._batch) >= cap and digest not in self._batch
+
+    def _admit(self, request: Request, digest: Digest | None) -> None:
         self.kv_promised += request.kv_pages
         if digest is not None and digest not in self._batch:
             self._batch.add(digest)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from adaptercache.arena import GpuPlace
 from adaptercache.batch import Decision, Request, plan
@@ -21,7 +21,7 @@ from adaptercache.lease import Admission, Lease
 from adaptercache.ledger import Ledger
 from adaptercache.lifts import Lifts
 from adaptercache.prefetch import Lifter
-from adaptercache.residency import Copy
+from adaptercache.residency import Copy, State
 from adaptercache.stats import Tier
 from adaptercache.waiting import Grant
 
@@ -31,6 +31,15 @@ log = logging.getLogger(__name__)
 PROMISE_S = 1.0  # how long pages stay promised to a request that doesn't take them
 LOOK_AT_PROMISE: Final = "look at the promise"
 GPU = Tier.GPU.value
+
+
+class Held(NamedTuple):
+    """The adapters of a batch: ``segments`` are ``(slot, number of tokens)``; the slots ``coming``
+    are still being copied to the GPU."""
+
+    segments: list[tuple[int, int]]
+    max_rank: int
+    coming: list[int]
 
 
 class Leasing:
@@ -95,9 +104,15 @@ class Leasing:
                 running={digest for digest in digests if digest is not None},
                 max_adapters=max_adapters,
             )
-            admitted = [self._admitted(*pair) for pair in decision.admitted]
+            coming = {load.digest for load in decision.loads}
+            ready = [(r, d) for r, d in decision.admitted if d not in coming]
+            leases = {r.request_id: self._admitted(r, d) for r, d in ready}
             self._lifts.apply(decision)
             self._lifter.copy(decision.loads)
+            admitted = [
+                (request, leases.get(request.request_id) or self._admitted(request, digest))
+                for request, digest in decision.admitted
+            ]
             self._note_waiting(decision)
             self._ledger.waiting.bypasses += bool(decision.admitted)
             self._lifts.be_fair(decision.refused)
@@ -111,19 +126,19 @@ class Leasing:
             decision.pages_wanted,
         )
 
-    def _admitted(self, request: Request, digest: Digest | None) -> tuple[Request, Lease]:
+    def _admitted(self, request: Request, digest: Digest | None) -> Lease:
         if request.adapter_id is None:
-            return request, Lease(None, None, None)
+            return Lease(None, None, None)
         ledger = self._ledger
         now = ledger.clock()
         since, found = ledger.waiting.first_seen(request.request_id) or (now, GPU)
         ledger.counters.requests[found, "hit" if found == GPU else "miss"] += 1
         if found != GPU:
             ledger.counters.ready_took(found, now - since)
-        grant = Grant(request.adapter_id, now, found)
+        grant = Grant(request.adapter_id, now, found, pipelined=request.pipelined)
         is_served = ledger.lease(grant)
         assert is_served and grant.digest == digest, "planned on this very state"
-        return request, Lease(request.adapter_id, grant, self)
+        return Lease(request.adapter_id, grant, self)
 
     def _note_waiting(self, decision: Decision) -> None:
         ledger = self._ledger
@@ -135,12 +150,12 @@ class Leasing:
             ledger.counters.requests["none", "failed"] += len(decision.failed)
 
     @contextmanager
-    def hold(
-        self, pairs: Sequence[tuple[Lease, int]]
-    ) -> Iterator[tuple[list[tuple[int, int]], int]]:
+    def hold(self, pairs: Sequence[tuple[Lease, int]]) -> Iterator[Held]:
         """Hold the adapters of a batch once more, whatever becomes of their leases.
 
-        Yields ``(segments, largest rank)``, where a segment is ``(slot, number of tokens)``.
+        Raises:
+            RuntimeError: a lease that is not ready, or was released.
+            AdapterCacheError: the copy that a pipelined lease waits for has failed.
         """
         segments: list[tuple[int, int]] = []
         copies: dict[Digest, Copy[GpuPlace]] = {}
@@ -155,11 +170,17 @@ class Leasing:
                     continue
                 segments.append((grant.slot, tokens))
                 if grant.digest not in copies:
-                    copies[grant.digest] = gpu[grant.digest]
+                    copy = copies[grant.digest] = gpu[grant.digest]
+                    if copy.error is not None:
+                        raise copy.error.copy_for(grant.adapter_id)
             for copy in copies.values():
                 gpu.lease(copy)
         try:
-            yield segments, max((copy.place.max_rank for copy in copies.values()), default=0)
+            yield Held(
+                segments,
+                max((copy.place.max_rank for copy in copies.values()), default=0),
+                [c.place.slot for c in copies.values() if c.state is State.LOADING],
+            )
         finally:
             with self._deciding.freeing():
                 for copy in copies.values():

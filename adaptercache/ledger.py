@@ -56,6 +56,8 @@ class Ledger:
         self.waiting = WaitingList()
         self.counters = Counters()
         self.gpu_up = True
+        self.gpu_is_quiet: Callable[[], bool] = lambda: True
+        """Whether no step that is open may still use pages that are free now."""
         self.outbox: list[Callable[[], None]] = []
         self.on_evict: Callable[[Tier, Digest], None] | None = None
         self.itemsize = itemsize
@@ -69,7 +71,9 @@ class Ledger:
         if digest is not None and (copy := self.gpu.get(digest)) is not None:
             if digest in self.waiting.draining:
                 return Standing(digest, reason="room")
-            return Standing(digest, ready=self.gpu_up and copy.state is State.RESIDENT)
+            ready = self.gpu_up and copy.state is State.RESIDENT
+            coming = self.gpu_up and not ready and copy.error is None and self.gpu_is_quiet()
+            return Standing(digest, ready=ready, coming=coming)
         error = self.waiting.failed.get(adapter_id)
         return Standing(digest, error=error or self.failures.get(adapter_id, self.clock()))
 
@@ -143,10 +147,12 @@ class Ledger:
     # -- leases
 
     def lease(self, grant: Grant) -> bool:
-        """Serve a lease if its adapter is on the GPU."""
+        """Serve a lease if its adapter is on the GPU; one that is pipelined, if it is coming."""
         known = self.catalog.get(grant.adapter_id)
-        copy = self.gpu.resident(known.digest) if known is not None else None
+        copy = self.gpu.get(known.digest) if known is not None else None
         if known is None or copy is None or not self.gpu_up:
+            return False
+        if copy.state is State.LOADING and not (grant.pipelined and copy.error is None):
             return False
         if known.digest in self.waiting.draining:
             return False
@@ -198,7 +204,9 @@ class Ledger:
         residency = self._tiers[tier]
         copy = residency[digest]
         residency.release(copy)
-        if tier is not Tier.DISK:
+        if copy.error is not None and not copy.leases:
+            residency.drop(copy)
+        elif tier is not Tier.DISK:
             self._sweep(copy, tier)
 
     # -- what has moved
@@ -213,9 +221,13 @@ class Ledger:
             self.settle(adapter_id)
         self._sweep(copy, Tier.GPU)
 
-    def gpu_failed(self, digest: Digest) -> None:
-        """The copy to the GPU failed: its pages are free."""
-        self.gpu.drop(self.gpu[digest])
+    def gpu_failed(self, digest: Digest, error: AdapterCacheError) -> None:
+        """The copy to the GPU failed: its pages are free once nobody holds it."""
+        copy = self.gpu[digest]
+        if copy.leases:
+            copy.error = error
+        else:
+            self.gpu.drop(copy)
         self.unhold(Tier.HOST, digest)
 
     def host_loaded(self, digest: Digest, spec: object) -> None:

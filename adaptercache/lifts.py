@@ -17,14 +17,21 @@ from adaptercache.catalog import Known
 from adaptercache.identity import Digest
 from adaptercache.ledger import Ledger
 from adaptercache.pages import Owner
-from adaptercache.placement import Placement, Want, place
+from adaptercache.placement import HintBounds, Placement, Want, place
 from adaptercache.residency import Copy
 from adaptercache.stats import Tier
 
 __all__ = ["Lifts"]
 
+HINTED_BYTES = 256 << 20  # on their way into a tier for hints, at one time: some 5 ms of PCIe
+HINTED_SHARE = 0.5  # of a tier: what hints may fill by eviction with what nobody has used yet
 MAX_BYPASSES = 100  # hits, or decisions that admitted somebody, past the first in line
 NOTHING = Placement((), (), (), 0)
+
+
+def hint_bounds(units: int, unit_bytes: int) -> HintBounds:
+    """What hints may take of a tier of so many units."""
+    return HintBounds(HINTED_BYTES // unit_bytes, int(units * HINTED_SHARE))
 
 
 class Lifts:
@@ -38,6 +45,9 @@ class Lifts:
 
     def kv_room(self) -> KVRoom:
         return self._ledger.gpu.kv_room()
+
+    def can_pipeline(self) -> bool:
+        return self._ledger.gpu_up and self._ledger.gpu_is_quiet()
 
     def idle_pages(self, digest: Digest) -> int:
         copy = self._ledger.gpu.get(digest)
@@ -75,7 +85,9 @@ class Lifts:
             ready = ledger.host.resident(known.digest) is not None
             pages = gpu.shape.pages_for(known.elements)
             wants.append(Want(known.digest, pages, ready, hint))
-        return place(wants, gpu, free=free, free_slots=gpu.slots.num_free)
+        page_bytes = gpu.shape.rows * gpu.shape.page_bytes
+        hints = hint_bounds(gpu.shape.num_pages, page_bytes)
+        return place(wants, gpu, free=free, free_slots=gpu.slots.num_free, hints=hints)
 
     def kv_pages_wanted(self, placement: Placement) -> int:
         """KV pages that, given back, would let the first in who was refused room: as far as free
@@ -132,7 +144,8 @@ class Lifts:
             ready = ledger.disk.resident(known.digest) is not None
             blocks = host.blocks_for(known.elements * ledger.itemsize)
             wants.append(Want(known.digest, blocks, ready, hint))
-        placement = place(wants, host, free=host.blocks.num_free)
+        hints = hint_bounds(host.blocks.num_blocks, host.block_bytes)
+        placement = place(wants, host, free=host.blocks.num_free, hints=hints)
         for digest in placement.evictions:
             ledger.evict(Tier.HOST, digest, "room")
         copies = []

@@ -252,8 +252,11 @@ class Lifter:
         spec: VectorSpec = place.spec
         nbytes = spec.elements * self._layout.itemsize
 
+        pieces = partial(self._host.views, place.runs, nbytes)
+        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces)
+
         def work() -> None:
-            self._gpu.write(load.slot, load.pages, spec, self._host.views(place.runs, nbytes))
+            self._gpu.write(load.slot, transfer)
 
         done = partial(self._copied, load.digest, nbytes)
         failed = partial(self._not_copied, load.digest)
@@ -264,6 +267,6 @@ class Lifter:
         self._ledger.gpu_loaded(digest)
 
     def _not_copied(self, digest: Digest, caught: BaseException, seconds: float) -> None:
-        self._ledger.gpu_failed(digest)
         error = as_load_error(caught)
+        self._ledger.gpu_failed(digest, error)
         self._journal.failed(Hop.COPY, self._ledger.catalog.ids_of(digest), error, seconds)

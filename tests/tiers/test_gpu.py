@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,13 @@ def spec_of_length(elements: int) -> VectorSpec:
     """Of a vector whose content nobody looks into."""
     sites = len(LAYOUT.sites)
     return VectorSpec((0,) * sites, (0.0,) * sites, (-1,) * sites, elements)
+
+
+def write(
+    tier: GpuTier, slot: int, pages: tuple[int, ...], elements: int, pieces: Iterable[torch.Tensor]
+) -> None:
+    """A vector into these pages, from start to end."""
+    tier.write(slot, tier.expect(slot, pages, spec_of_length(elements), lambda: pieces))
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
@@ -81,7 +88,7 @@ class Pages:
             raise CapacityError("no page is free")
         slot = len(self._held) % SLOTS
         try:
-            self.tier.write(slot, pages, spec_of_length(len(data) // 4), pieces)
+            write(self.tier, slot, pages, len(data) // 4, pieces)
         except OSError:
             self._pages.free(pages, Owner.ADAPTER)
             raise
@@ -117,13 +124,13 @@ class TestSmallStaging(TierContract):
 
     @contextmanager
     def tier(self) -> Iterator[Pages]:
-        from adaptercache.tiers import gpu
+        from adaptercache.tiers import staging
 
-        before, gpu.STAGING_BYTES = gpu.STAGING_BYTES, 2 * 2 * KV.block_bytes
+        before, staging.CHUNK_BYTES = staging.CHUNK_BYTES, 2 * 2 * KV.block_bytes
         try:
             yield Pages(gpu_tier())
         finally:
-            gpu.STAGING_BYTES = before
+            staging.CHUNK_BYTES = before
 
 
 def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
@@ -132,7 +139,7 @@ def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
     vector = torch.arange(5 * elements, dtype=torch.float32)
     pages = (7, 2, 9)
     data = to_bytes(vector)
-    tier.write(0, pages, spec_of_length(len(vector)), Pieces(data))
+    write(tier, 0, pages, len(vector), Pieces(data))
     for cell in range(5):
         at = tier.stack.arena[cell % 2, pages[cell // 2]]
         assert at.cpu().equal(vector[cell * elements : (cell + 1) * elements])
@@ -148,7 +155,7 @@ def test_addresses_stay_where_they_are_when_adapters_come_and_go() -> None:
     stack = tier.stack
     before = [t.data_ptr() for t in (stack.arena, stack.pages, stack.start, stack.scaling)]
     for slot in range(3):
-        tier.write(slot, (slot,), spec_of_length(8), Pieces(bytes(32)))
+        write(tier, slot, (slot,), 8, Pieces(bytes(32)))
     after = [t.data_ptr() for t in (stack.arena, stack.pages, stack.start, stack.scaling)]
     assert before == after
 
@@ -178,13 +185,13 @@ def test_pages_given_up_in_a_step_are_written_only_after_it() -> None:
     tier = gpu_tier()
     written = threading.Event()
 
-    def write() -> None:
-        tier.write(0, (0,), spec_of_length(8), Pieces(bytes(32)))
+    def write_it() -> None:
+        write(tier, 0, (0,), 8, Pieces(bytes(32)))
         written.set()
 
     with tier.streams.step():
         tier.streams.gave_up()
-        mover = threading.Thread(target=write)
+        mover = threading.Thread(target=write_it)
         mover.start()
         assert not written.wait(0.05)
     assert written.wait(5)
@@ -197,7 +204,7 @@ def test_a_step_that_began_after_pages_were_given_up_is_not_waited_for() -> None
         tier.streams.gave_up()
     with tier.streams.step():
         mover = threading.Thread(
-            target=tier.write, args=(0, (0,), spec_of_length(8), Pieces(bytes(32))), daemon=True
+            target=write, args=(tier, 0, (0,), 8, Pieces(bytes(32))), daemon=True
         )
         mover.start()
         mover.join(5)
@@ -211,5 +218,5 @@ def test_after_drop_and_restore_the_tier_is_empty_and_usable() -> None:
     assert not tier.is_up
     tier.restore()
     data = bytes(range(32))
-    tier.write(0, (3,), spec_of_length(8), Pieces(data))
+    write(tier, 0, (3,), 8, Pieces(data))
     assert to_bytes(tier.stack.elements(0, 0, 8)) == data

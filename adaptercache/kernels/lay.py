@@ -1,0 +1,44 @@
+"""The kernel that lays a chunk of a flat vector into the cells of the arena."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adaptercache.kernels.jit import kernel
+
+__all__ = ["lay"]
+
+_WORDS = 2048  # 16 KiB a program: 512 programs for a chunk of 8 MiB
+
+
+@kernel
+def lay_kernel(
+    arena,  # int64 [ROWS, num_pages, CELL]
+    chunk,  # int64 [n, ROWS, CELL]
+    pages,  # int32 [n]
+    num_pages,
+    ROWS: tl.constexpr,
+    CELL: tl.constexpr,  # words a cell
+    BLOCK: tl.constexpr,
+):
+    """Semantics: ``arena[r, pages[i], :] = chunk[i, r, :]``. A program moves a block of a cell."""
+    cell, part = tl.program_id(0), tl.program_id(1)
+    page = tl.load(pages + cell // ROWS).to(tl.int64)
+    row = (cell % ROWS).to(tl.int64)
+    # [BLOCK]
+    word = part * BLOCK + tl.arange(0, BLOCK)
+    mask = word < CELL
+    source = chunk + cell.to(tl.int64) * CELL + word
+    tl.store(arena + (row * num_pages + page) * CELL + word, tl.load(source, mask=mask), mask=mask)
+
+
+def lay(arena: Tensor, chunk: Tensor, pages: Tensor) -> None:
+    """See `cells.lay_into_cells`."""
+    rows, num_pages, words = arena.shape
+    block = min(_WORDS, triton.next_power_of_2(words))
+    grid = (len(chunk) * rows, triton.cdiv(words, block))
+    lay_kernel[grid](
+        arena, chunk, pages, num_pages, ROWS=rows, CELL=words, BLOCK=block, num_warps=4
+    )

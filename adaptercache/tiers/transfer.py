@@ -1,0 +1,204 @@
+"""One adapter on its way from CPU memory into its pages on the GPU."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from adaptercache.errors import AdapterCacheError, LoadFailed
+from adaptercache.kernels.stack import LoraStack
+from adaptercache.layout import LoraLayout, align
+from adaptercache.packing import VectorSpec
+from adaptercache.tiers.staging import Staging
+from adaptercache.tiers.streams import Streams
+
+__all__ = ["Arrivals", "Transfer"]
+
+
+class Transfer:
+    """Copies of an adapter's chunks, their scatters, and an event for each.
+
+    `run` is a mover's. A step that already holds the adapter calls `wait` for what it reads next,
+    from the thread that launches it. Thread-safe.
+
+    Args:
+        pieces: gives the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        stack: LoraStack,
+        staging: Staging,
+        slot: int,
+        pages: Sequence[int],
+        spec: VectorSpec,
+        pieces: Callable[[], Iterable[Tensor]],
+    ) -> None:
+        self._streams = streams
+        self._stack, self._staging = stack, staging
+        self._slot, self._pages, self._spec = slot, tuple(pages), spec
+        self._pieces = pieces
+        self._ticket = streams.ticket()
+        self._chunks = list(staging.chunks(len(self._pages)))
+        self._queued = threading.Condition()
+        self._is_begun = False
+        self._landed: list[torch.cuda.Event | None] = []  # of each chunk that was queued
+        self._error: BaseException | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._chunks)
+
+    def run(self) -> None:
+        """Wait for its turn, queue all copies, and wait until the bytes are in place.
+
+        Raises:
+            CacheClosed: the cache closed before its turn came.
+            Whatever reading the pieces or queueing copies raised; nothing of it is under way then.
+        """
+        try:
+            self._streams.wait_turn(self._ticket)
+            self.begin()
+            with self._queued:
+                self._queued.wait_for(lambda: self._is_queued or self._error is not None)
+                if self._error is not None:
+                    raise self._error
+            if self._landed and (last := self._landed[-1]) is not None:
+                last.synchronize()
+        except BaseException:
+            self._streams.drain()  # the pages go to others now
+            raise
+
+    def begin(self) -> None:
+        """Queue all copies unless that is done, or being done. Waits for nothing on the GPU; what
+        goes wrong is told to `run` and `wait`."""
+        with self._queued:
+            if self._is_begun:
+                return
+            self._is_begun = True
+        try:
+            with self._staging.lock:
+                for event in self._queue():
+                    with self._queued:
+                        self._landed.append(event)
+                        self._queued.notify_all()
+        except BaseException as error:  # another thread may be waiting for it
+            with self._queued:
+                self._error = error
+                self._queued.notify_all()
+
+    @property
+    def _is_queued(self) -> bool:
+        return len(self._landed) == len(self._chunks)
+
+    def _queue(self) -> Iterator[torch.cuda.Event | None]:
+        """Queue one chunk after another; yields the event of each."""
+        copy, scatter = self._streams.copy, self._streams.scatter
+        staging, slot = self._staging, self._slot
+        scatter.wait(self._streams.fence)
+        source = _Source(self._pieces())
+        itemsize = self._stack.shape.itemsize
+        left = self._spec.elements * itemsize
+        for first, count in self._chunks:
+            buffer = staging.next()
+            room = min(left, buffer.bytes.numel() // len(buffer.cells) * count)
+            copy.wait(buffer.emptied)
+            with copy.use():
+                source.copy_into(buffer.bytes[:room])
+                if not first:  # made while the first chunk is under way
+                    staging.send_row(self._stack, slot, self._spec, self._pages)
+            left -= room
+            scatter.wait(copy.mark())
+            with scatter.use():
+                if not first:
+                    self._stack.table[slot].copy_(staging.rows[slot], non_blocking=True)
+                staging.lay(buffer, slot, first, count)
+            buffer.emptied = scatter.mark()
+            yield buffer.emptied
+
+    # -- for steps
+
+    def wait(self, chunk: int) -> None:
+        """Make the current stream wait until this chunk, and all before it, are in place.
+
+        Blocks the thread only until the chunk's copy is queued.
+
+        Raises:
+            LoadFailed, or the error itself where it is ours: its bytes will never come.
+        """
+        self.begin()
+        with self._queued:
+            self._queued.wait_for(lambda: len(self._landed) > chunk or self._error is not None)
+            error, event = self._error, None
+            if error is None:
+                event = self._landed[chunk]
+        if error is not None:
+            if isinstance(error, AdapterCacheError):
+                raise error
+            raise LoadFailed("the adapter's copy to the GPU failed under a step") from error
+        if event is not None:
+            torch.cuda.current_stream(self._stack.device).wait_event(event)
+
+    def chunks_of_layers(self) -> list[int]:
+        """For each layer, the last chunk that it needs: with it and those before, all layers up to
+        this one are in place. (The table's row comes with the first.)"""
+        page_elems = self._stack.shape.rows * self._stack.shape.page_elems
+        ends = [(first + count) * page_elems for first, count in self._chunks]
+        return [bisect_left(ends, end) for end in _ends_of_layers(self._stack.layout, self._spec)]
+
+
+def _ends_of_layers(layout: LoraLayout, spec: VectorSpec) -> list[int]:
+    """Where in the vector each layer's last matrix ends; the one before's where it has none."""
+    ends = [0] * layout.num_layers
+    for site, start, rank in zip(layout.sites, spec.starts, spec.ranks, strict=True):
+        if rank:
+            end = start + align(rank * site.in_features) + align(rank * site.out_features)
+            ends[site.layer] = max(ends[site.layer], end)
+    return list(accumulate(ends, max))
+
+
+class _Source:
+    """Pieces of bytes, read as one."""
+
+    def __init__(self, pieces: Iterable[Tensor]) -> None:
+        self._pieces = iter(pieces)
+        self._piece = torch.empty(0, dtype=torch.uint8)
+
+    def copy_into(self, target: Tensor) -> None:
+        """Queue copies of as many bytes as ``target`` has, on the current stream."""
+        while len(target):
+            while not len(self._piece):
+                self._piece = next(self._pieces)
+            count = min(len(target), len(self._piece))
+            target[:count].copy_(self._piece[:count], non_blocking=True)
+            target, self._piece = target[count:], self._piece[count:]
+
+
+class Arrivals:
+    """What a step has to wait for: adapters of its batch that are still on their way.
+
+    Used by the thread that launches the step.
+    """
+
+    def __init__(self, device: torch.device, transfers: Iterable[Transfer]) -> None:
+        self._device = device
+        self._waits = [(transfer, transfer.chunks_of_layers()) for transfer in transfers]
+        self._past = [-1] * len(self._waits)  # the last chunk that was waited for
+        self.was_awaited = False
+
+    def wait(self, layer: int) -> None:
+        """Make the current stream wait for a layer; nothing while a CUDA graph is captured."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        self.was_awaited = True
+        for index, (transfer, chunks) in enumerate(self._waits):
+            chunk = chunks[layer]
+            if chunk > self._past[index]:
+                transfer.wait(chunk)
+                self._past[index] = chunk
