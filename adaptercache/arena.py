@@ -6,7 +6,7 @@ lock guards them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,11 +24,15 @@ __all__ = ["DiskShelf", "GpuArena", "GpuPlace", "HostArena", "HostPlace"]
 
 
 class GpuPlace(NamedTuple):
-    """Where an adapter lies on the GPU, and the largest rank of its matrices."""
+    """Where an adapter lies on the GPU, and the largest rank of its matrices.
+
+    ``after``: the last step that may use what was there before.
+    """
 
     slot: int
     pages: tuple[int, ...]
     max_rank: int
+    after: int
 
 
 class GpuArena(Residency[GpuPlace]):
@@ -58,6 +62,9 @@ class GpuArena(Residency[GpuPlace]):
         self.pages = PageAllocator(shape.num_pages)
         self.slots = PageAllocator(num_slots)
         self.kv_floor = kv_floor
+        # The last step that may use what is, or was, in each page, and read each slot's row.
+        self._last_steps = [0] * shape.num_pages
+        self._last_steps_of_slots = [0] * num_slots
         self._kv_limit = 0
         if adapter_floor is not None:
             self._kv_limit = max(0, shape.num_pages - adapter_floor)
@@ -124,11 +131,35 @@ class GpuArena(Residency[GpuPlace]):
         """Absent → LOADING, in the slot and pages that were decided on."""
         self.pages.take(load.pages, Owner.ADAPTER)
         self.slots.take((load.slot,), Owner.ADAPTER)
-        place = GpuPlace(load.slot, load.pages, max_rank)
+        place = GpuPlace(load.slot, load.pages, max_rank, self.free_after(load))
         return self.reserve(load.digest, len(load.pages), place, prefetched=load.hint)
+
+    def free_after(self, load: Load) -> int:
+        """The last step that may use what was in a load's pages and slot."""
+        pages = (self._last_steps[page] for page in load.pages)
+        return max(self._last_steps_of_slots[load.slot], *pages, 0)
+
+    def free_kv(self, pages: Iterable[int], step: int) -> None:
+        """Take pages back from KV; ``step`` may be using them still.
+
+        Raises:
+            ValueError: one of them is not KV's, or comes twice; nothing has changed.
+        """
+        pages = tuple(pages)
+        self.pages.free(pages, Owner.KV)
+        for page in pages:
+            self._last_steps[page] = step
+
+    def used_in(self, copy: Copy[GpuPlace], step: int) -> None:
+        """A step has listed the adapter."""
+        slots = self._last_steps_of_slots  # a row's last step is that of its adapter's pages
+        slots[copy.place.slot] = max(step, slots[copy.place.slot])
 
     def drop(self, copy: Copy[GpuPlace]) -> None:
         super().drop(copy)
+        step = self._last_steps_of_slots[copy.place.slot]
+        for page in copy.place.pages:
+            self._last_steps[page] = max(step, self._last_steps[page])
         self.pages.free(copy.place.pages, Owner.ADAPTER)
         self.slots.free((copy.place.slot,), Owner.ADAPTER)
 

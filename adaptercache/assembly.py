@@ -95,7 +95,7 @@ def assemble(
         itemsize=layout.itemsize,
         clock=clock,
     )
-    ledger.gpu_is_quiet = lambda: gpu.streams.is_quiet
+    ledger.have_ended = gpu.streams.have_ended
     deciding = Deciding(ledger)
     remote = open_source(source) if source is not None else None
     puts = TensorSource()
@@ -113,7 +113,7 @@ def assemble(
     lifter = Lifter(ledger, lifts, movers, fetcher, layout, disk, host, gpu)
     deciding.advance = lifter.advance
     leasing = Leasing(ledger, lifts, lifter, deciding)
-    pages = KVPages(lifts, ledger.gpu.pages, deciding, gpu.streams.gave_up)
+    pages = KVPages(lifts, ledger.gpu.pages, deciding, lambda: gpu.streams.last_opened)
     return Parts(ledger, deciding, disk, host, gpu, puts, movers, lifter, leasing, pages)
 
 

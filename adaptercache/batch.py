@@ -96,8 +96,8 @@ class State(Protocol):
     def kv_room(self) -> KVRoom:
         """What the KV cache can still take."""
 
-    def can_pipeline(self) -> bool:
-        """Whether a step can wait for loads that are decided on now."""
+    def can_pipeline(self, load: Load) -> bool:
+        """Whether a step can wait for this load, decided on now."""
 
     def idle_pages(self, digest: Digest) -> int:
         """Pages that can't be reclaimed any more once this adapter is leased."""
@@ -148,9 +148,9 @@ def plan(
     placement = state.place_on_gpu(walk.newcomers, cold, walk.kv_promised)
     if placement.no_room:
         walk.tell_no_room(set(placement.no_room))
-    if placement.loads and any(request.pipelined for request in walk.deferred):
-        if state.can_pipeline():
-            walk.admit_coming({want.digest: want.size for want in placement.loads})
+    loads = state.number(placement)
+    if loads and any(request.pipelined for request in walk.deferred):
+        walk.admit_coming(loads, {load.digest for load in loads if state.can_pipeline(load)})
         walk.admitted.sort(key=lambda pair: walk.places[pair[0].request_id])
     return Decision(
         admitted=tuple(walk.admitted),
@@ -158,7 +158,7 @@ def plan(
         reasons=walk.reasons,
         failed=tuple(walk.failed),
         evictions=placement.evictions,
-        loads=state.number(placement),
+        loads=loads,
         pages_wanted=state.kv_pages_wanted(placement),
         refused=placement.no_room[0] if placement.no_room else None,
     )
@@ -212,14 +212,14 @@ class _Admissions:
         self._kv_left -= idle_pages + request.kv_pages
         self._admit(request, digest)
 
-    def admit_coming(self, loads: Mapping[Digest, int]) -> None:
-        """Admit who waits for these loads (digest → pages) and can do so in a step."""
-        self._kv_left -= sum(loads.values())
+    def admit_coming(self, loads: Sequence[Load], coming: Collection[Digest]) -> None:
+        """Admit those of whose loads the ones ``coming`` can be waited for in a step."""
+        self._kv_left -= sum(len(load.pages) for load in loads)
         deferred, self.deferred = self.deferred, []
         for request in deferred:
             adapter_id, reason = request.adapter_id, self.reasons[request.request_id]
             digest = self._standings[adapter_id].digest if adapter_id is not None else None
-            if not request.pipelined or reason != "loading" or digest not in loads:
+            if not request.pipelined or reason != "loading" or digest not in coming:
                 self.deferred.append(request)
             elif self._is_over_cap(digest):
                 self._defer(request, "max_adapters")

@@ -8,9 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from adaptercache.arena import GpuPlace
 from adaptercache.batch import Decision, Request, plan
@@ -33,13 +34,16 @@ LOOK_AT_PROMISE: Final = "look at the promise"
 GPU = Tier.GPU.value
 
 
-class Held(NamedTuple):
+@dataclass(slots=True)
+class Held:
     """The adapters of a batch: ``segments`` are ``(slot, number of tokens)``; the slots ``coming``
-    are still being copied to the GPU."""
+    are still being copied to the GPU. ``step``: the number of the step that reads them, once it
+    has one."""
 
     segments: list[tuple[int, int]]
     max_rank: int
     coming: list[int]
+    step: int = 0
 
 
 class Leasing:
@@ -175,15 +179,17 @@ class Leasing:
                         raise copy.error.copy_for(grant.adapter_id)
             for copy in copies.values():
                 gpu.lease(copy)
+        held = Held(
+            segments,
+            max((copy.place.max_rank for copy in copies.values()), default=0),
+            [copy.place.slot for copy in copies.values() if copy.state is State.LOADING],
+        )
         try:
-            yield Held(
-                segments,
-                max((copy.place.max_rank for copy in copies.values()), default=0),
-                [c.place.slot for c in copies.values() if c.state is State.LOADING],
-            )
+            yield held
         finally:
             with self._deciding.freeing():
                 for copy in copies.values():
+                    gpu.used_in(copy, held.step)
                     self._ledger.unhold(Tier.GPU, copy.digest)
 
     def take_back(self, grant: Grant) -> None:

@@ -56,8 +56,8 @@ class Ledger:
         self.waiting = WaitingList()
         self.counters = Counters()
         self.gpu_up = True
-        self.gpu_is_quiet: Callable[[], bool] = lambda: True
-        """Whether no step that is open may still use pages that are free now."""
+        self.have_ended: Callable[[int], bool] = lambda step: True
+        """Whether a step, and all before it, have made their last launch."""
         self.outbox: list[Callable[[], None]] = []
         self.on_evict: Callable[[Tier, Digest], None] | None = None
         self.itemsize = itemsize
@@ -72,7 +72,8 @@ class Ledger:
             if digest in self.waiting.draining:
                 return Standing(digest, reason="room")
             ready = self.gpu_up and copy.state is State.RESIDENT
-            coming = self.gpu_up and not ready and copy.error is None and self.gpu_is_quiet()
+            coming = self.gpu_up and not ready and copy.error is None
+            coming = coming and self.have_ended(copy.place.after)
             return Standing(digest, ready=ready, coming=coming)
         error = self.waiting.failed.get(adapter_id)
         return Standing(digest, error=error or self.failures.get(adapter_id, self.clock()))

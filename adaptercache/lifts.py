@@ -9,7 +9,7 @@ Plain Python. Not thread-safe: the cache's lock guards it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from adaptercache.arena import HostPlace
 from adaptercache.batch import Decision, KVRoom, Load, Standing
@@ -46,8 +46,9 @@ class Lifts:
     def kv_room(self) -> KVRoom:
         return self._ledger.gpu.kv_room()
 
-    def can_pipeline(self) -> bool:
-        return self._ledger.gpu_up and self._ledger.gpu_is_quiet()
+    def can_pipeline(self, load: Load) -> bool:
+        ledger = self._ledger
+        return ledger.gpu_up and ledger.have_ended(ledger.gpu.free_after(load))
 
     def idle_pages(self, digest: Digest) -> int:
         copy = self._ledger.gpu.get(digest)
@@ -179,6 +180,10 @@ class Lifts:
                 ledger.evict(Tier.GPU, copy.digest, "kv")
         ledger.waiting.kv_promised = max(0, ledger.waiting.kv_promised - n)
         return gpu.pages.allocate(n, Owner.KV)
+
+    def free_kv(self, pages: Iterable[int], step: int) -> None:
+        """Pages that KV gives back; ``step`` may still use them. Raises as `GpuArena.free_kv`."""
+        self._ledger.gpu.free_kv(pages, step)
 
     def _line(self, tier: Tier, waiting: Sequence[str] | None = None) -> list[tuple[Known, bool]]:
         """The distinct contents that are wanted in ``tier``, in order of arrival, hints last; for

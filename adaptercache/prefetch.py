@@ -253,7 +253,8 @@ class Lifter:
         nbytes = spec.elements * self._layout.itemsize
 
         pieces = partial(self._host.views, place.runs, nbytes)
-        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces)
+        after = self._ledger.gpu[load.digest].place.after
+        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after)
 
         def work() -> None:
             self._gpu.write(load.slot, transfer)

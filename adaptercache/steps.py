@@ -27,7 +27,7 @@ def open_step(
         if rank_to is not None and rank > rank_to:
             raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
         rank_class = rank_class_of(rank_to or rank)
-        with gpu.streams.step():
+        with gpu.streams.step() as held.step:
             arrivals = gpu.arrivals(held.coming)
             wait = arrivals.wait if arrivals is not None else None
             with LoraBatch(

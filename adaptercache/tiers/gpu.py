@@ -111,14 +111,16 @@ class GpuTier:
         pages: Sequence[int],
         spec: VectorSpec,
         pieces: Callable[[], Iterable[Tensor]],
+        after: int = 0,
     ) -> Transfer:
         """An adapter is to come into these pages, which are free, and this slot. Touches no CUDA.
 
         Args:
+            after: the last step that may use what was there (see `streams`).
             pieces: gives the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
         """
         stack, staging = self._allocated()
-        transfer = Transfer(self.streams, stack, staging, slot, pages, spec, pieces)
+        transfer = Transfer(self.streams, stack, staging, slot, pages, spec, pieces, after)
         self._coming[slot] = transfer
         return transfer
 

@@ -3,17 +3,19 @@
 The argument. Kernels of a step read and write the arena, and read the tables, on the cache's one
 *compute* stream, inside the step. Bytes of adapters come on two streams of ours: the *copy* stream
 brings chunks into staging buffers, and the *scatter* stream lays them into cells and sets table
-rows. A step's batch holds every slot that it lists, from `step`'s beginning to its end, so none of
-these adapters is evicted before the last launch. At the end a *fence* is recorded on the compute
-stream. Cells and rows are written on the scatter stream alone, and each transfer makes it wait for
-the latest fence first. Hence, for each change of owner:
+rows. Nothing else writes cells of adapters, or rows.
 
-- adapter → adapter: the old adapter was idle when it was evicted, so each step that read it has
-  ended, and its launches lie before the latest fence. What brought the old one ended earlier on the
-  scatter stream.
-- KV → adapter: pages may be freed in the midst of a step whose later launches still use them.
-  `gave_up` notes which steps were open. `ticket`, drawn when pages are given to an adapter, names
-  them; `wait_turn` waits on the host until those have ended, and the fence is taken after that.
+Steps are numbered. A step's batch holds every slot that it lists, from `step`'s beginning to its
+end, so none of these adapters is evicted before the last launch. At the end a *fence* is recorded
+on the compute stream. Each page and slot remembers the last step that may use what was in it
+(`GpuArena`), and a transfer into it comes *after* that step: on the host it waits until that step,
+and all before it, have ended (`wait_turn`), and on the GPU the scatter stream waits for the first
+fence that was recorded after that. Hence, for each change of owner:
+
+- adapter → adapter: the last step is the last one whose batch listed the old adapter. What brought
+  the old one ended earlier on the scatter stream.
+- KV → adapter: pages may be freed in the midst of a step whose later launches still use them; the
+  last step is the last one that had begun when they were freed.
 - adapter → KV: KV is written on the compute stream by later launches than all that read the
   adapter. An adapter on its way is never evicted, and one that failed on its way gives its pages up
   only once both our streams are empty (`drain`). So nothing of ours writes the page any more.
@@ -25,13 +27,13 @@ the latest fence first. Hence, for each change of owner:
 - blocks of CPU memory: held by the load until its last event has come, which is behind all copies
   that read them; after a failure until `drain` has returned.
 - a step that reads an adapter still on its way makes the compute stream wait for the events of the
-  chunks that it reads (`Transfer.wait`), recorded behind those chunks' scatters. Its table row is
+  chunks that it reads (`Transfer.wait`), recorded behind those chunks' scatters. The table's row is
   written before the first of them.
 
 No stream waits in a circle: a stream only ever waits for an event that was recorded before, and
 whole transfers are queued one after another. No thread does either: `wait_turn` is called by movers
-alone, and a step begins a transfer itself if no mover has come to it, which never waits for a turn,
-since such adapters are leased only while nobody's turn is awaited (`is_quiet`).
+alone, and a step begins a transfer itself if no mover has come to it. That never waits for a turn,
+since an adapter on its way is leased only once the steps that it comes after have ended.
 
 On the CPU device launches are done when they return: streams are nothing, and the fence is the end
 of the step itself.
@@ -40,6 +42,7 @@ of the step itself.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -82,7 +85,7 @@ class Lane:
 
 
 class Streams:
-    """The compute stream's fences, and the lanes of one device's copies. Thread-safe."""
+    """The compute stream's steps and fences, and the lanes of one device's copies. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,17 +93,21 @@ class Streams:
         self._open: set[int] = set()
         self._opened = 0
         self._closed = False
-        self._awaited = 0  # pages were given up while steps up to this one were open
         self._compute: torch.cuda.Stream | None = None
-        self._fence: torch.cuda.Event | None = None
+        # (number, fence): all steps up to the number had ended when the fence was recorded. Those
+        # up to _past are over on the GPU, too.
+        self._fences: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._past = 0
         self.copy = Lane(device)
         self.scatter = Lane(device, priority=-1)  # short kernels that free what copies wait for
 
     # -- steps
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Iterator[int]:
         """A step that reads the arena. Its launches are made inside, on one stream for all steps.
+
+        Yields its number.
 
         Raises:
             ValueError: another stream is current than in the steps before.
@@ -111,14 +118,26 @@ class Streams:
             number = self._opened
             self._open.add(number)
         try:
-            yield
+            yield number
         finally:
             with self._ended:
-                if self._compute is not None:
-                    self._fence = torch.cuda.Event()
-                    self._fence.record(self._compute)
                 self._open.discard(number)
+                self._record_fence()
                 self._ended.notify_all()
+
+    @property
+    def last_opened(self) -> int:
+        """The number of the last step that has begun; 0: none has."""
+        with self._ended:
+            return self._opened
+
+    def have_ended(self, number: int) -> bool:
+        """Whether this step, and all before it, have made their last launch."""
+        with self._ended:
+            return self._have_ended(number)
+
+    def _have_ended(self, number: int) -> bool:
+        return all(other > number for other in self._open)
 
     def _check_stream(self) -> None:
         if self._device.type != "cuda":
@@ -129,47 +148,37 @@ class Streams:
         elif self._compute != current:
             raise ValueError("all steps of a cache run on one compute stream")
 
-    def gave_up(self) -> None:
-        """Pages were freed that open steps may still read. Touches no CUDA."""
-        with self._ended:
-            if self._open:
-                self._awaited = self._opened
+    def _record_fence(self) -> None:
+        number = min(self._open) - 1 if self._open else self._opened
+        if self._compute is None:
+            self._past = number
+            return
+        fence = torch.cuda.Event()
+        fence.record(self._compute)
+        self._fences.append((number, fence))
+        while self._fences and self._fences[0][1].query():
+            self._past, _ = self._fences.popleft()
 
     # -- transfers
 
-    def ticket(self) -> int:
-        """For pages that are free now: the last step that may still use them."""
-        with self._ended:
-            return self._awaited
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no open step may use pages that are free now: no transfer has to wait its turn.
-
-        True holds for all transfers that were decided on before, whatever is given up later.
-        """
-        with self._ended:
-            return self._may_write(self._awaited)
-
-    def wait_turn(self, ticket: int) -> None:
-        """Block a mover, never a step, until the steps that its ticket names have ended.
+    def wait_turn(self, after: int) -> None:
+        """Block a mover, never a step, until that step and all before it have ended.
 
         Raises:
             CacheClosed: the cache is closed.
         """
         with self._ended:
-            self._ended.wait_for(lambda: self._closed or self._may_write(ticket))
+            self._ended.wait_for(lambda: self._closed or self._have_ended(after))
             if self._closed:
                 raise CacheClosed()
 
-    def _may_write(self, ticket: int) -> bool:
-        return all(number > ticket for number in self._open)
-
-    @property
-    def fence(self) -> torch.cuda.Event | None:
-        """The end of the latest step that has ended; None: there was none, or it is past."""
+    def fence(self, after: int) -> torch.cuda.Event | None:
+        """What the scatter stream waits for before it writes where that step, which has ended, may
+        have read; None: it is over."""
         with self._ended:
-            return self._fence
+            if after <= self._past:
+                return None
+            return next(fence for number, fence in self._fences if number >= after)
 
     def drain(self) -> None:
         """Wait on the host until all copies and scatters have been done."""

@@ -27,6 +27,7 @@ class Transfer:
     from the thread that launches it. Thread-safe.
 
     Args:
+        after: the last step that may use what was in these pages, or read this slot's row.
         pieces: gives the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
     """
 
@@ -39,12 +40,13 @@ class Transfer:
         pages: Sequence[int],
         spec: VectorSpec,
         pieces: Callable[[], Iterable[Tensor]],
+        after: int,
     ) -> None:
         self._streams = streams
         self._stack, self._staging = stack, staging
         self._slot, self._pages, self._spec = slot, tuple(pages), spec
         self._pieces = pieces
-        self._ticket = streams.ticket()
+        self._after = after
         self._chunks = list(staging.chunks(len(self._pages)))
         self._queued = threading.Condition()
         self._is_begun = False
@@ -63,7 +65,7 @@ class Transfer:
             Whatever reading the pieces or queueing copies raised; nothing of it is under way then.
         """
         try:
-            self._streams.wait_turn(self._ticket)
+            self._streams.wait_turn(self._after)
             self.begin()
             with self._queued:
                 self._queued.wait_for(lambda: self._is_queued or self._error is not None)
@@ -101,7 +103,7 @@ class Transfer:
         """Queue one chunk after another; yields the event of each."""
         copy, scatter = self._streams.copy, self._streams.scatter
         staging, slot = self._staging, self._slot
-        scatter.wait(self._streams.fence)
+        scatter.wait(self._streams.fence(self._after))
         source = _Source(self._pieces())
         itemsize = self._stack.shape.itemsize
         left = self._spec.elements * itemsize

@@ -40,10 +40,15 @@ def spec_of_length(elements: int) -> VectorSpec:
 
 
 def write(
-    tier: GpuTier, slot: int, pages: tuple[int, ...], elements: int, pieces: Iterable[torch.Tensor]
+    tier: GpuTier,
+    slot: int,
+    pages: tuple[int, ...],
+    elements: int,
+    pieces: Iterable[torch.Tensor],
+    after: int = 0,
 ) -> None:
     """A vector into these pages, from start to end."""
-    tier.write(slot, tier.expect(slot, pages, spec_of_length(elements), lambda: pieces))
+    tier.write(slot, tier.expect(slot, pages, spec_of_length(elements), lambda: pieces, after))
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
@@ -186,11 +191,10 @@ def test_pages_given_up_in_a_step_are_written_only_after_it() -> None:
     written = threading.Event()
 
     def write_it() -> None:
-        write(tier, 0, (0,), 8, Pieces(bytes(32)))
+        write(tier, 0, (0,), 8, Pieces(bytes(32)), tier.streams.last_opened)
         written.set()
 
     with tier.streams.step():
-        tier.streams.gave_up()
         mover = threading.Thread(target=write_it)
         mover.start()
         assert not written.wait(0.05)
@@ -201,10 +205,10 @@ def test_pages_given_up_in_a_step_are_written_only_after_it() -> None:
 def test_a_step_that_began_after_pages_were_given_up_is_not_waited_for() -> None:
     tier = gpu_tier()
     with tier.streams.step():
-        tier.streams.gave_up()
+        given_up_in = tier.streams.last_opened
     with tier.streams.step():
         mover = threading.Thread(
-            target=write, args=(tier, 0, (0,), 8, Pieces(bytes(32))), daemon=True
+            target=write, args=(tier, 0, (0,), 8, Pieces(bytes(32)), given_up_in), daemon=True
         )
         mover.start()
         mover.join(5)
