@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,15 +38,18 @@ class Buffer:
 class Staging:
     """A ring of buffers, and rows of the tables on their way. Owns their memory.
 
-    Not thread-safe: whoever uses it holds ``lock``, for one whole transfer.
+    Not thread-safe: whoever uses it holds ``lock``, for one whole transfer. ``lay``: the scatter.
     """
 
-    def __init__(self, stack: LoraStack) -> None:
+    def __init__(
+        self, stack: LoraStack, lay: Callable[[Tensor, Tensor, Tensor], None] = lay_into_cells
+    ) -> None:
         shape, device = stack.shape, stack.device
         page_bytes = shape.rows * shape.page_bytes
         self._pages = max(1, CHUNK_BYTES // page_bytes)
         self._first = max(1, min(FIRST_BYTES, CHUNK_BYTES) // page_bytes)
         self.lock = threading.Lock()
+        self._lay = lay
         self._buffers: list[Buffer] = []
         for _ in range(RING):
             cells = torch.empty(
@@ -73,7 +76,7 @@ class Staging:
 
     def lay(self, buffer: Buffer, slot: int, first: int, count: int) -> None:
         """Scatter a chunk into the cells of ``count`` pages, the slot's from ``first`` on."""
-        lay_into_cells(self._arena, buffer.cells[:count], self.rows[slot, first : first + count])
+        self._lay(self._arena, buffer.cells[:count], self.rows[slot, first : first + count])
 
     def chunks(self, num_pages: int) -> Iterator[tuple[int, int]]:
         """``(first page, number of pages)`` of each copy that an adapter of as many pages takes."""
