@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaptercache.kernels.cells import lay_into_cells
 from adaptercache.tiers import staging
-from load_world import ATTENTION, DEVICE, ON_GPU, LoadWorld, Mark, rates
+from load_world import ATTENTION, DEVICE, ON_GPU, LoadWorld, Mark, rates, wait_for_gpu
 
 TIMES = 25 if ON_GPU else 3
 
@@ -58,6 +58,7 @@ def variants(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
             lay = lay_into_cells if how == "kernel" else _index_copy
             stack = world.tier.stack
             world.tier._memory = stack, staging.Staging(stack, lay)
+            wait_for_gpu()
             world.time_loads(adapter)
             plain = [world.time_plain(adapter, target) for _ in range(8)]
             ours = [world.time_loads(adapter) for _ in range(12)]

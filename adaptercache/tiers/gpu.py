@@ -78,9 +78,11 @@ class GpuTier:
             return
         try:
             stack = LoraStack(self.layout, self.shape, self._num_slots, self.device)
-            self._memory = stack, Staging(stack)
+            with self.streams.copy.use():
+                staging = Staging(stack)
             if self.device.type == "cuda":  # filled on this thread's stream, written on others
                 torch.cuda.synchronize(self.device)
+            self._memory = stack, staging
         except (RuntimeError, MemoryError) as error:
             if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and (
                 self.device.type != "cpu" or "allocate" not in str(error)

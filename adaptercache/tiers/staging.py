@@ -60,7 +60,7 @@ class Staging:
         self._turn = 0
         self._arena = stack.arena.view(torch.int64)  # moved eight bytes at a time
         pinned = device.type == "cuda"
-        self._rows = torch.empty_like(stack.table, device="cpu", pin_memory=pinned)
+        self._rows = torch.empty(stack.table.shape, dtype=torch.int32, pin_memory=pinned)
         self.rows = torch.zeros_like(stack.table)
         self.lay(self._buffers[0], 0, 0, 1)  # compiles the kernel; nobody has the page yet
 

@@ -8,6 +8,7 @@ from tiny import Tiny
 
 pytest.importorskip("triton")
 
+from adaptercache import Tier
 from adaptercache.kernels import LoraBatch, add_lora
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +43,7 @@ def reference(batch: LoraBatch, x: torch.Tensor, layer: int) -> torch.Tensor:
 
 def test_a_graph_is_right_after_adapters_were_evicted_and_loaded() -> None:
     ids = ("a", "b", "c", "d", "e", "f")
-    with Tiny.cache(Tiny.source(*ids), pages=14, gpu_slots=3) as cache:
+    with Tiny.cache(Tiny.source(*ids), pages=24, gpu_slots=3) as cache:
         cache.warmup(num_rows=ROWS)
         x = torch.randn(ROWS, 32, device="cuda")
         y = torch.zeros(2, ROWS, 32 + 16 + 16, device="cuda")
@@ -69,4 +70,4 @@ def test_a_graph_is_right_after_adapters_were_evicted_and_loaded() -> None:
                 assert not y[layer, len(adapters) :].any()
             for lease in leases.values():
                 lease.release()
-        assert cache.stats().evictions  # some adapters came back
+        assert cache.stats().evictions[Tier.GPU, "room"] > len(BATCHES)  # some adapters came back
