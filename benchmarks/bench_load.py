@@ -56,9 +56,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     options = parser.parse_args()
-    found: dict[str, dict[str, object]] = {}
-    failed = []
+    lines, failed = [], []
     for part in options.only.split(","):
+        found: dict[str, dict[str, object]] = {}
         start = time.perf_counter()
         try:
             for name, figures in PARTS[part]():
@@ -72,12 +72,11 @@ def main() -> int:
         if ON_GPU:
             torch.cuda.empty_cache()
         print(f"-- {part}: {time.perf_counter() - start:.1f} s", flush=True)
-    if ON_GPU:
-        print("written:", record.write("load", found, on_gpu=True))
-    elif "footprint" in options.only:
-        only = {k: v for k, v in found.items() if k.startswith(("bytes of", "8 GiB"))}
-        print("written:", record.write("load_footprint", only))
-    print(*missed(found), sep="\n")
+        if found and (ON_GPU or part == "footprint"):
+            on_gpu = part != "footprint"
+            print("written:", record.write(f"load_{part}", found, on_gpu=on_gpu), flush=True)
+        lines += missed(found)
+    print(*lines, sep="\n")
     if failed:
         print("FAILED:", ", ".join(failed))
     return bool(failed)
