@@ -240,7 +240,7 @@ def test_memory_that_the_gpu_does_not_have_is_told_of_and_given_back(tiny: Any) 
     free = torch.cuda.mem_get_info()[0]
     before = torch.cuda.memory_allocated()
     with pytest.raises(CapacityError, match=r"gpu_bytes") as told:
-        AdapterCache(tiny.layout, None, gpu_bytes=free * 2, host_bytes=1 << 20, kv=tiny.kv)
+        AdapterCache(tiny.layout, None, gpu_bytes=free * 2, host_bytes=4 << 20, kv=tiny.kv)
     assert told.value.needed > told.value.limit
     del told
     assert torch.cuda.memory_allocated() - before < 1 << 20
@@ -264,7 +264,7 @@ def test_page_locked_memory_that_is_refused_leaves_no_error_behind(tiny: Any) ->
 @pytest.mark.gpu
 def test_a_share_of_the_gpus_free_memory(tiny: Any) -> None:
     free = torch.cuda.mem_get_info()[0]
-    with AdapterCache(tiny.layout, None, gpu_bytes=0.01, host_bytes=1 << 20) as cache:
+    with AdapterCache(tiny.layout, None, gpu_bytes=0.01, host_bytes=4 << 20) as cache:
         capacity = cache.stats().capacity_bytes[Tier.GPU]
         assert abs(capacity - 0.01 * free) < 64 << 20
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +114,89 @@ def test_after_a_refusal_the_next_ask_tries_again(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(CapacityError):
             tier.views([(0, 1)], BLOCK)
     assert len(tier.views([(0, 1)], BLOCK)) == 1
+
+
+class Growing:
+    """A tier that takes 3 slabs ahead, each when it is let, of memory that is told of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.let, self.taken = threading.Semaphore(0), 0
+        self.refused = False
+        empty = torch.empty
+
+        def take(nbytes: int, **its: Any) -> torch.Tensor:
+            if threading.current_thread().name.startswith("adaptercache"):
+                self.let.acquire(timeout=20)
+            if self.refused and its["pin_memory"]:
+                raise RuntimeError("CUDA error: out of memory")
+            self.taken += 1
+            return empty(nbytes, dtype=its["dtype"])
+
+        monkeypatch.setattr(host, "SLAB_BYTES", 3 * BLOCK)
+        monkeypatch.setattr(torch, "empty", take)
+        self.tier = HostTier(BLOCKS, BLOCK, pinned=True, ahead=3, **options)
+
+    def close(self) -> None:
+        for _ in range(BLOCKS):
+            self.let.release()
+        self.tier.close()
+
+
+@pytest.fixture
+def growing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Growing]:
+    growing = Growing(monkeypatch)
+    yield growing
+    growing.close()
+
+
+def test_slabs_are_taken_ahead_in_the_background(growing: Growing, tiny: Any) -> None:
+    for _ in range(3):
+        growing.let.release()
+    assert tiny.wait_until(lambda: growing.tier.taken_bytes == 9 * BLOCK)
+    growing.let.release()
+    growing.tier.views([(2, 1)], BLOCK)  # of the first slab: now the fourth is sought, too
+    assert tiny.wait_until(lambda: growing.tier.taken_bytes == 12 * BLOCK)
+
+
+def test_what_there_is_can_be_used_while_the_next_slab_is_being_taken(
+    growing: Growing, tiny: Any
+) -> None:
+    growing.let.release()
+    assert tiny.wait_until(lambda: growing.tier.taken_bytes == 3 * BLOCK)
+    assert tiny.ends(lambda: growing.tier.views([(0, 3)], 3 * BLOCK))
+
+
+def test_who_needs_a_slab_that_is_being_taken_waits_for_it(growing: Growing) -> None:
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.extend(growing.tier.views([(0, 1)], BLOCK)))
+    waiting.start()
+    waiting.join(0.05)
+    assert not found
+    growing.let.release()
+    waiting.join(10)
+    assert len(found) == 1
+    assert growing.taken >= 1
+
+
+def test_growing_that_is_refused_rests_until_somebody_asks(growing: Growing, tiny: Any) -> None:
+    growing.refused = True
+    for _ in range(BLOCKS):
+        growing.let.release()
+    assert tiny.wait_until(lambda: growing.tier._failed)
+    with pytest.raises(CapacityError, match="allow_pageable"):
+        growing.tier.views([(0, 1)], BLOCK)
+    growing.refused = False
+    assert len(growing.tier.views([(0, 1)], BLOCK)) == 1
+
+
+def test_pageable_memory_is_taken_instead_where_the_user_has_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    growing = Growing(monkeypatch, allow_pageable=True)
+    growing.refused = True
+    assert len(growing.tier.views([(19, 1)], BLOCK)) == 1
+    growing.close()
+    assert len([r for r in caplog.records if "page-locked" in r.getMessage()]) == 1
 
 
 def test_a_run_of_neighbours_is_one_view() -> None:
