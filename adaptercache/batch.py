@@ -151,7 +151,8 @@ def plan(
     loads = state.number(placement)
     if loads and any(request.pipelined for request in walk.deferred):
         walk.admit_coming(loads, {load.digest for load in loads if state.can_pipeline(load)})
-        walk.admitted.sort(key=lambda pair: walk.places[pair[0].request_id])
+        places = {request.request_id: place for place, request in enumerate(waiting)}
+        walk.admitted.sort(key=lambda pair: places[pair[0].request_id])
     return Decision(
         admitted=tuple(walk.admitted),
         deferred=tuple(walk.deferred),
@@ -181,10 +182,8 @@ class _Admissions:
         self.deferred: list[Request] = []
         self.reasons: dict[str, str] = {}
         self.failed: list[tuple[Request, AdapterCacheError]] = []
-        self.places: dict[str, int] = {}  # of the requests, in the order of arrival
 
     def look_at(self, request: Request) -> None:
-        self.places[request.request_id] = len(self.places)
         adapter_id = request.adapter_id
         digest = None
         if adapter_id is not None:
