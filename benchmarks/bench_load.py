@@ -1,6 +1,6 @@
 """Loading adapters: CPU memory → scattered cells on the GPU, and what steps notice of it.
 
-    python benchmarks/bench_load.py [--only copies,peers,decode,first,variants,growth,dma,footprint]
+    python benchmarks/bench_load.py [--only copies,peers,decode,first,variants,growth,footprint]
 
 Every case checks the bytes that it moved. One that fails is told of at the end, and takes nothing
 from the others. Without a GPU it runs at small sizes, to see that it runs; only the footprint,
@@ -20,7 +20,6 @@ from typing import TypeAlias
 import torch
 
 import load_copies
-import load_dma
 import load_step
 import record
 from load_footprint import footprint
@@ -47,7 +46,6 @@ PARTS: dict[str, Callable[[], Rows]] = {
     "first": load_step.first_step,
     "variants": in_a_world(load_copies.variants),
     "growth": in_a_world(load_copies.growth),
-    "dma": in_a_world(load_dma.strided_copies),
     "footprint": footprint,
 }
 

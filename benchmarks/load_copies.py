@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from adaptercache.kernels.cells import lay_into_cells
-from adaptercache.tiers import staging
-from load_world import ATTENTION, DEVICE, ON_GPU, LoadWorld, Mark, rates, wait_for_gpu
+from adaptercache.tiers import staging, ways
+from adaptercache.tiers.streams import Lane
+from load_world import ATTENTION, DEVICE, ON_GPU, LoadWorld, Mark, rates
 
 TIMES = 25 if ON_GPU else 3
 
 
 def copies(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
-    """The targets: one of 80 MiB, eight in a row, one of 13 MiB."""
+    """The targets: one of 80 MiB, eight in a row, one of 13 MiB; in both ways."""
     large = [world.rest(16) for _ in range(8)]
     small = [world.rest(8, ATTENTION) for _ in range(2)]
     target = torch.empty(large[0].nbytes, dtype=torch.uint8, device=DEVICE)
@@ -26,47 +29,62 @@ def copies(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
         "8 in a row, rank 16 all-linear": (large, 0.97),
         "one, rank 8 q k v o": (small[:1], 0.85),
     }
-    for name, (adapters, least) in cases.items():
+    for way, name in itertools.product((ways.Strided, ways.Staged), cases):
+        adapters, least = cases[name]
+        world.take(way(world.tier.streams, world.tier.stack))
         world.time_loads(adapters)
         for slot, adapter in enumerate(adapters):
             world.check(slot, adapter)
-        ours, plain = [], []
+        ours, plain, host = [], [], []
         for _ in range(TIMES):
             plain.append(world.time_plain(adapters, target))
             ours.append(world.time_loads(adapters))
+            host.append(world.queued_us)
         nbytes = sum(adapter.nbytes for adapter in adapters)
-        yield name, {"nbytes": nbytes, **rates(nbytes, ours, plain), "least_share": least}
+        figures = {"nbytes": nbytes, **rates(nbytes, ours, plain), "least_share": least}
+        figures["host_us"] = round(statistics.median(host), 1)
+        yield f"{way.__name__.lower()}: {name}", figures
 
 
 def variants(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
-    """Sizes of chunks and rings, and torch's own scatter, on the adapter of 80 MiB."""
+    """Sizes of chunks and rings, one stream or two, torch's own scatter; the adapter of 80 MiB."""
     adapter = [world.rest(16)]
     target = torch.empty(adapter[0].nbytes, dtype=torch.uint8, device=DEVICE)
-    before = staging.CHUNK_BYTES, staging.FIRST_BYTES, staging.RING
-    mib = 1 << 20
-    tried = [
-        *itertools.product((4, 8, 16), (2, 4, 8), (3,), ("kernel",)),
-        *((8, 4, ring, "kernel") for ring in (2, 4)),
-        (8, 4, 3, "index_copy_"),
-        (16, 8, 3, "index_copy_"),
+    before = ways.STAGED_BYTES, ways.STRIDED_BYTES, ways.FIRST_BYTES, staging.RING
+    streams, stack, mib = world.tier.streams, world.tier.stack, 1 << 20
+    lanes = streams.copies
+
+    def staged(chunk: int, first: int, ring: int, how: str) -> ways.Way:
+        ways.STAGED_BYTES, ways.FIRST_BYTES, staging.RING = chunk * mib, first * mib, ring
+        way = ways.Staged(streams, stack)
+        if how == "index_copy_":
+            way.staging._lay = _index_copy
+        return way
+
+    def strided(chunk: int, first: int, count: int, how: str) -> ways.Way:
+        ways.STRIDED_BYTES, ways.FIRST_BYTES = chunk * mib, first * mib
+        streams.copies = tuple([*lanes, *(Lane(DEVICE) for _ in range(2))][:count])
+        return ways.Strided(streams, stack)
+
+    tried: list[tuple[Callable[[int, int, int, str], ways.Way], int, int, int, str]] = [
+        *((strided, chunk, first, 2, "streams") for chunk in (8, 16) for first in (2, 4, 8)),
+        *((strided, 8, 4, count, "streams") for count in (1, 3, 4)),
+        *((staged, chunk, first, 3, "kernel") for chunk in (8, 16) for first in (4, 8)),
+        *((staged, 16, 4, ring, "kernel") for ring in (2, 4)),
+        (staged, 16, 4, 3, "index_copy_"),
     ]
     try:
-        for chunk, first, ring, how in tried:
-            if first > chunk:
-                continue
-            staging.CHUNK_BYTES, staging.FIRST_BYTES, staging.RING = chunk * mib, first * mib, ring
-            lay = lay_into_cells if how == "kernel" else _index_copy
-            stack = world.tier.stack
-            world.tier._memory = stack, staging.Staging(stack, lay)
-            wait_for_gpu()
+        for make, chunk, first, count, how in tried:
+            world.take(make(chunk, first, count, how))
             world.time_loads(adapter)
             plain = [world.time_plain(adapter, target) for _ in range(8)]
             ours = [world.time_loads(adapter) for _ in range(12)]
-            name = f"chunks {chunk} MiB, first {first}, ring {ring}, {how}"
-            yield name, rates(adapter[0].nbytes, ours, plain)
+            figures = rates(adapter[0].nbytes, ours, plain) | {"host_us": round(world.queued_us, 1)}
+            yield f"{make.__name__}: chunks {chunk} MiB, first {first}, {count} {how}", figures
+            streams.copies = lanes
     finally:
-        staging.CHUNK_BYTES, staging.FIRST_BYTES, staging.RING = before
-        world.tier._memory = world.tier.stack, staging.Staging(world.tier.stack)
+        streams.copies = lanes
+        ways.STAGED_BYTES, ways.STRIDED_BYTES, ways.FIRST_BYTES, staging.RING = before
 
 
 def _index_copy(arena: Tensor, chunk: Tensor, pages: Tensor) -> None:
@@ -119,36 +137,43 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 def growth(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
-    """Page-locking in the background, and the longest that a launch took meanwhile."""
-    import time
-
-    from adaptercache.tiers.host import SLAB_BYTES, HostTier
+    """Page-locking a GiB in the background, and how long launches took meanwhile."""
+    from load_growth import in_slabs, through_register  # ways of page-locking
 
     x = torch.zeros(1, device=DEVICE)
+    some = 1 << 30 if ON_GPU else 8 << 20
 
-    def longest(seconds: float, until: float | None, tier: HostTier | None) -> tuple[float, float]:
-        most, start = 0.0, time.perf_counter()
-        while True:
+    def launches(until: Callable[[], bool]) -> list[float]:
+        durations = []
+        while not until():
             before = time.perf_counter()
             x.add_(1)
             Mark().wait()
-            most = max(most, time.perf_counter() - before)
-            if tier is not None and until is not None and tier.taken_bytes >= until:
-                break
-            if time.perf_counter() - start > seconds:
-                break
-        return most, time.perf_counter() - start
+            durations.append((time.perf_counter() - before) * 1e6)
+        return durations
 
-    alone, _ = longest(0.3, None, None)
-    slabs = 8 if ON_GPU else 2
-    tier = HostTier(slabs * SLAB_BYTES // (2 << 20), 2 << 20, pinned=ON_GPU, ahead=slabs)
-    beside, took = longest(30, slabs * SLAB_BYTES, tier)
-    tier.close()
-    yield (
-        f"page-locking {slabs} slabs",
-        {
-            "seconds_a_GiB": round(took / (slabs * SLAB_BYTES / 2**30), 3),
-            "longest_launch_us": round(beside * 1e6, 1),
-            "longest_launch_alone_us": round(alone * 1e6, 1),
-        },
-    )
+    for _ in range(100):  # the first ones load the kernel
+        x.add_(1)
+    Mark().wait()
+    end = time.perf_counter() + 0.3
+    alone = launches(lambda: time.perf_counter() > end)
+    tried: list[tuple[str, Callable[[], object]]] = [
+        *((f"slabs of {n} MiB", partial(in_slabs, some, n << 20)) for n in (8, 32, 128)),
+        *((f"registered by {n} MiB", partial(through_register, some, n << 20)) for n in (8, 32)),
+    ]
+    for name, lock in tried:
+        thread = threading.Thread(target=lock)
+        start = time.perf_counter()
+        thread.start()
+        beside = launches(lambda thread=thread: not thread.is_alive())  # type: ignore[misc]
+        took = time.perf_counter() - start
+        thread.join()
+        if not beside:
+            continue  # it was over at once
+        figures: dict[str, object] = {"seconds_a_GiB": round(took / (some / 2**30), 3)}
+        for what, durations in (("alone", alone), ("beside", beside)):
+            ordered = sorted(durations)
+            figures[f"{what}_us"] = round(statistics.median(ordered), 1)
+            figures[f"{what}_p99_us"] = round(ordered[int(len(ordered) * 0.99)], 1)
+            figures[f"{what}_longest_us"] = round(ordered[-1], 1)
+        yield f"page-locking, {name}", figures

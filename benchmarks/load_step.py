@@ -12,6 +12,7 @@ from torch import Tensor
 from adaptercache import AdapterCache, Lease, LoraLayout, Request, Tier
 from adaptercache.kernels import LoraBatch, LoraStack, add_lora
 from adaptercache.testing import random_adapter
+from adaptercache.tiers import ways
 from load_world import CONFIG, DEVICE, KV, ON_GPU, LoadWorld, Mark, Resting, quartiles, wait_for_gpu
 
 TOKENS = 64
@@ -78,7 +79,13 @@ def decode_beside_loads(world: LoadWorld) -> Iterator[tuple[str, dict[str, objec
     steps(world, replay, 5)
     mine = [[free.pop() for _ in range(_pages(world, adapters[0]))] for _ in range(2)]
 
-    def through_staging(thread: int) -> int:
+    streams, stack = world.tier.streams, world.tier.stack
+    way: dict[str, ways.Way] = {
+        "strided": ways.Strided(streams, stack),
+        "staged": ways.Staged(streams, stack),
+    }
+
+    def bring(thread: int) -> int:
         adapter = adapters[thread]
         transfer = world.tier.expect(
             20 + thread, mine[thread], adapter.spec, lambda: world.views(adapter)
@@ -92,13 +99,16 @@ def decode_beside_loads(world: LoadWorld) -> Iterator[tuple[str, dict[str, objec
         world.time_plain([adapters[thread]], targets[thread])
         return adapters[thread].nbytes
 
-    ways: dict[str, Callable[[int], int]] = {
-        "through staging, scattered": through_staging,
+    loads: dict[str, Callable[[int], int]] = {
+        "strided": bring,
+        "staged": bring,
         "plain copies": plain,
     }
     if ON_GPU:
-        ways["a kernel reads pinned memory"] = _kernel_reader(world, adapters[0], mine)
-    for name, load in ways.items():
+        loads["a kernel reads pinned memory"] = _kernel_reader(world, adapters[0], mine)
+    for name, load in loads.items():
+        if name in way:
+            world.take(way[name])
         load(0)  # compiled
         alone = steps(world, replay, STEPS)
         with_loads, rate = _beside(world, replay, load)
@@ -113,11 +123,11 @@ def decode_beside_loads(world: LoadWorld) -> Iterator[tuple[str, dict[str, objec
             "slower": round(during / before - 1, 4),
             "load_GBps": round(rate, 2),
         }
-        if load is through_staging:
+        if name == "strided":
             figures["most_slower"] = 0.05
         yield f"decode step beside loads: {name}", figures
     for thread in range(2):
-        through_staging(thread)
+        bring(thread)
         world.check(20 + thread, adapters[thread])
     for slot in range(16):
         world.check(slot, adapters[slot % 6])

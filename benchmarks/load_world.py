@@ -18,6 +18,7 @@ from adaptercache.packing import VectorSpec
 from adaptercache.tiers.gpu import GpuTier
 from adaptercache.tiers.host import HostTier
 from adaptercache.tiers.transfer import Transfer
+from adaptercache.tiers.ways import Way
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -83,16 +84,26 @@ class Resting:
 class LoadWorld:
     """A GPU tier of 8 GiB in pages of 32 cells, a host tier, and adapters of random bytes in it."""
 
-    def __init__(self, gpu_bytes: int = 8 << 30, host_bytes: int = 3 << 30) -> None:
+    def __init__(
+        self, way: type[Way] | None = None, gpu_bytes: int = 8 << 30, host_bytes: int = 3 << 30
+    ) -> None:
         if not ON_GPU:
             gpu_bytes, host_bytes = 64 << 20, 64 << 20
         self.layout = LoraLayout.from_config(CONFIG, max_rank=64)
         shape = ArenaShape.fit(self.layout, KV, gpu_bytes)
         self.tier = GpuTier(self.layout, shape, 64, DEVICE)
+        if way is not None:
+            self.take(way(self.tier.streams, self.tier.stack))
         self.host = HostTier(host_bytes // BLOCK, BLOCK, pinned=ON_GPU)
         self.blocks = BlockAllocator(host_bytes // BLOCK)
         self._random = random.Random(1)
+        self.queued_us = 0.0
         self._pages: list[int] = []
+
+    def take(self, way: Way) -> None:
+        """Bring adapters in another way from now on."""
+        self.tier._memory = self.tier.stack, way
+        wait_for_gpu()
 
     def rest(self, rank: int, modules: Iterable[str] | None = None) -> Resting:
         """A new adapter in CPU memory: of these modules, or of all."""
@@ -122,21 +133,27 @@ class LoadWorld:
     def time_loads(self, adapters: list[Resting]) -> float:
         """µs from the first copy to the last scatter, of adapters one after the other."""
         transfers = [self.expect(slot, adapter) for slot, adapter in enumerate(adapters)]
-        with self.tier.streams.copy.use():
+        streams = self.tier.streams
+        with streams.copies[0].use():
             start = Mark()
+        begun = time.perf_counter()
         for transfer in transfers:
             transfer.begin()
-        with self.tier.streams.scatter.use():
-            end = Mark()
-        end.wait()
+        self.queued_us = (time.perf_counter() - begun) * 1e6  # of the host
+        ends = []
+        for lane in (*streams.copies, streams.scatter):
+            with lane.use():
+                ends.append(Mark())
+        for end in ends:
+            end.wait()
         for slot, transfer in enumerate(transfers):
             self.tier.write(slot, transfer)  # it has come: this only raises what went wrong
-        return start.us_to(end)
+        return max(start.us_to(end) for end in ends)
 
     def time_plain(self, adapters: list[Resting], target: Tensor) -> float:
         """µs of plain copies of the same bytes to one place on the GPU."""
         sources = [self.views(adapter) for adapter in adapters]
-        with self.tier.streams.copy.use():
+        with self.tier.streams.copies[0].use():
             start = Mark()
             for views in sources:
                 at = 0

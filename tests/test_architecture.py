@@ -22,7 +22,10 @@ DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
     *("batch", "waiting", "arena", "ledger", "lifts", "routing", "prefix"),
 )
-PARTS_OF_GPU = ("tiers.memory", "tiers.streams", "tiers.staging", "tiers.transfer")
+PARTS_OF_GPU = (
+    *("tiers.memory", "tiers.streams", "tiers.rows", "tiers.staging", "tiers.strided"),
+    *("tiers.ways", "tiers.transfer"),
+)
 TIERS = (*PARTS_OF_GPU, "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
 LAYERS = (
     (

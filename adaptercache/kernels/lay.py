@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from adaptercache.kernels.binary import Binary
 from adaptercache.kernels.jit import kernel
 
 __all__ = ["lay"]
@@ -24,7 +28,8 @@ def lay_kernel(
     BLOCK: tl.constexpr,
 ):
     """Semantics: ``arena[r, pages[i], :] = chunk[i, r, :]``. A program moves a block of a cell."""
-    cell, part = tl.program_id(0), tl.program_id(1)
+    PARTS: tl.constexpr = (CELL + BLOCK - 1) // BLOCK
+    cell, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     page = tl.load(pages + cell // ROWS).to(tl.int64)
     row = (cell % ROWS).to(tl.int64)
     # [BLOCK]
@@ -34,11 +39,16 @@ def lay_kernel(
     tl.store(arena + (row * num_pages + page) * CELL + word, tl.load(source, mask=mask), mask=mask)
 
 
+@cache
+def _binary(rows: int, words: int, block: int) -> Binary:
+    constants = {"ROWS": rows, "CELL": words, "BLOCK": block}
+    return Binary(lay_kernel, constants, (torch.int64, torch.int64, torch.int32, 1), num_warps=4)
+
+
 def lay(arena: Tensor, chunk: Tensor, pages: Tensor) -> None:
     """See `cells.lay_into_cells`."""
     rows, num_pages, words = arena.shape
     block = min(_WORDS, triton.next_power_of_2(words))
-    grid = (len(chunk) * rows, triton.cdiv(words, block))
-    lay_kernel[grid](
-        arena, chunk, pages, num_pages, ROWS=rows, CELL=words, BLOCK=block, num_warps=4
-    )
+    programs = len(chunk) * rows * triton.cdiv(words, block)
+    args = (arena, chunk, pages, num_pages)
+    _binary(rows, words, block).launch(programs, args, arena.device, aligned=True, pdl=False)

@@ -12,9 +12,9 @@ from adaptercache.kernels.stack import LoraStack
 from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
 from adaptercache.packing import VectorSpec
 from adaptercache.tiers.memory import free_bytes
-from adaptercache.tiers.staging import Staging
 from adaptercache.tiers.streams import Streams
 from adaptercache.tiers.transfer import Arrivals, Transfer
+from adaptercache.tiers.ways import Way, way_for
 
 __all__ = ["GpuTier"]
 
@@ -43,7 +43,7 @@ class GpuTier:
         self.device = device
         self.streams = Streams(device)
         self._num_slots = num_slots
-        self._memory: tuple[LoraStack, Staging] | None = None
+        self._memory: tuple[LoraStack, Way] | None = None
         self._coming: dict[int, Transfer] = {}  # by slot
         self.restore()
 
@@ -61,7 +61,7 @@ class GpuTier:
         """
         return self._allocated()[0]
 
-    def _allocated(self) -> tuple[LoraStack, Staging]:
+    def _allocated(self) -> tuple[LoraStack, Way]:
         if self._memory is None:
             raise AdapterCacheError(
                 "the arena is not allocated: after drop_gpu, call restore; after close, it is gone"
@@ -78,11 +78,11 @@ class GpuTier:
             return
         try:
             stack = LoraStack(self.layout, self.shape, self._num_slots, self.device)
-            with self.streams.copy.use():
-                staging = Staging(stack)
+            with self.streams.scatter.use():  # its device is current, too
+                way = way_for(self.streams, stack)
             if self.device.type == "cuda":  # filled on this thread's stream, written on others
                 torch.cuda.synchronize(self.device)
-            self._memory = stack, staging
+            self._memory = stack, way
         except (RuntimeError, MemoryError) as error:
             if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and (
                 self.device.type != "cpu" or "allocate" not in str(error)
@@ -121,8 +121,8 @@ class GpuTier:
             after: the last step that may use what was there (see `streams`).
             pieces: gives the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
         """
-        stack, staging = self._allocated()
-        transfer = Transfer(self.streams, stack, staging, slot, pages, spec, pieces, after)
+        _, way = self._allocated()
+        transfer = Transfer(self.streams, way, slot, pages, spec, pieces, after)
         self._coming[slot] = transfer
         return transfer
 

@@ -1,9 +1,8 @@
-"""The GPU's staging: where chunks of adapters arrive before they are laid into cells."""
+"""The GPU's staging: where chunks of adapters arrive before a kernel lays them into cells."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +10,8 @@ from torch import Tensor
 
 from adaptercache.kernels.cells import lay_into_cells
 from adaptercache.kernels.stack import LoraStack
-from adaptercache.packing import VectorSpec
 
-__all__ = ["CHUNK_BYTES", "FIRST_BYTES", "RING", "Buffer", "Staging"]
-
-CHUNK_BYTES = 8 << 20
-"""Of one copy. PCIe runs at full rate from here on."""
-
-FIRST_BYTES = 4 << 20
-"""Of an adapter's first copy: a step that waits for its first layers waits for little else."""
+__all__ = ["RING", "Buffer", "Source", "Staging"]
 
 RING = 3
 """Buffers: one that is being filled, one that is being emptied, and one for unevenness."""
@@ -27,8 +19,8 @@ RING = 3
 
 @dataclass(slots=True)
 class Buffer:
-    """``cells [pages, rows, page_elems]``, ``bytes`` the same memory; ``emptied`` is the event of
-    the scatter that read it last."""
+    """``cells [pages, rows, words]``, ``bytes`` the same memory; ``emptied`` is the event of the
+    scatter that read it last."""
 
     cells: Tensor
     bytes: Tensor
@@ -36,52 +28,54 @@ class Buffer:
 
 
 class Staging:
-    """A ring of buffers, and rows of the tables on their way. Owns their memory.
+    """A ring of buffers. Owns their memory. Not thread-safe: one transfer is queued at a time.
 
-    Not thread-safe: whoever uses it holds ``lock``, for one whole transfer. ``lay``: the scatter.
+    Args:
+        pages: of each buffer.
+        lay: the scatter.
     """
 
     def __init__(
-        self, stack: LoraStack, lay: Callable[[Tensor, Tensor, Tensor], None] = lay_into_cells
+        self,
+        stack: LoraStack,
+        pages: int,
+        lay: Callable[[Tensor, Tensor, Tensor], None] = lay_into_cells,
     ) -> None:
-        shape, device = stack.shape, stack.device
-        page_bytes = shape.rows * shape.page_bytes
-        self._pages = max(1, CHUNK_BYTES // page_bytes)
-        self._first = max(1, min(FIRST_BYTES, CHUNK_BYTES) // page_bytes)
-        self.lock = threading.Lock()
-        self._lay = lay
+        shape = stack.shape
         self._buffers: list[Buffer] = []
         for _ in range(RING):
             cells = torch.empty(
-                (self._pages, shape.rows, shape.page_elems), dtype=stack.dtype, device=device
+                (pages, shape.rows, shape.page_elems), dtype=stack.dtype, device=stack.device
             )
-            whole = cells.view(torch.uint8).flatten()
-            self._buffers.append(Buffer(cells.view(torch.int64), whole))
+            self._buffers.append(Buffer(cells.view(torch.int64), cells.view(torch.uint8).flatten()))
         self._turn = 0
+        self._lay = lay
         self._arena = stack.arena.view(torch.int64)  # moved eight bytes at a time
-        pinned = device.type == "cuda"
-        self._rows = torch.empty(stack.table.shape, dtype=torch.int32, pin_memory=pinned)
-        self.rows = torch.zeros_like(stack.table)
-        self.lay(self._buffers[0], 0, 0, 1)  # compiles the kernel; nobody has the page yet
+        # It compiles the kernel; nobody has the page yet.
+        self.lay(self._buffers[0], torch.zeros(1, dtype=torch.int32, device=stack.device))
 
     def next(self) -> Buffer:
         """The next buffer of the ring."""
         self._turn = (self._turn + 1) % len(self._buffers)
         return self._buffers[self._turn]
 
-    def send_row(self, stack: LoraStack, slot: int, spec: VectorSpec, pages: Sequence[int]) -> None:
-        """Make a slot's row of the table, and copy it into ``rows`` on the GPU."""
-        self._rows[slot].copy_(stack.row(spec, pages))
-        self.rows[slot].copy_(self._rows[slot], non_blocking=True)
+    def lay(self, buffer: Buffer, pages: Tensor) -> None:
+        """Scatter a buffer's first pages into the cells of these: ``int32 [n]`` on the GPU."""
+        self._lay(self._arena, buffer.cells[: len(pages)], pages)
 
-    def lay(self, buffer: Buffer, slot: int, first: int, count: int) -> None:
-        """Scatter a chunk into the cells of ``count`` pages, the slot's from ``first`` on."""
-        self._lay(self._arena, buffer.cells[:count], self.rows[slot, first : first + count])
 
-    def chunks(self, num_pages: int) -> Iterator[tuple[int, int]]:
-        """``(first page, number of pages)`` of each copy that an adapter of as many pages takes."""
-        first, most = 0, self._first
-        while first < num_pages:
-            count = min(most, num_pages - first)
-            yield first, count
-            first, most = first + count, self._pages
+class Source:
+    """Pieces of bytes, read as one."""
+
+    def __init__(self, pieces: Iterable[Tensor]) -> None:
+        self._pieces = iter(pieces)
+        self._piece = torch.empty(0, dtype=torch.uint8)
+
+    def copy_into(self, target: Tensor) -> None:
+        """Queue copies of as many bytes as ``target`` has, on the current stream."""
+        while len(target):
+            while not len(self._piece):
+                self._piece = next(self._pieces)
+            count = min(len(target), len(self._piece))
+            target[:count].copy_(self._piece[:count], non_blocking=True)
+            target, self._piece = target[count:], self._piece[count:]

@@ -1,34 +1,35 @@
 """When memory may change its owner while steps are in flight.
 
 The argument. Kernels of a step read and write the arena, and read the tables, on the cache's one
-*compute* stream, inside the step. Bytes of adapters come on two streams of ours: the *copy* stream
-brings chunks into staging buffers, and the *scatter* stream lays them into cells and sets table
-rows. Nothing else writes cells of adapters, or rows.
+*compute* stream, inside the step. Bytes of adapters come on streams of ours. Either the two *copy*
+streams bring them straight into cells and table rows, or the first brings chunks into staging
+buffers, from where the *scatter* stream lays them into cells and sets rows. A cache has one way or
+the other. Nothing else writes cells of adapters, or rows.
 
 Steps are numbered. A step's batch holds every slot that it lists, from `step`'s beginning to its
 end, so none of these adapters is evicted before the last launch. At the end a *fence* is recorded
 on the compute stream. Each page and slot remembers the last step that may use what was in it
 (`GpuArena`), and a transfer into it comes *after* that step: on the host it waits until that step,
-and all before it, have ended (`wait_turn`), and on the GPU the scatter stream waits for the first
-fence that was recorded after that. Hence, for each change of owner:
+and all before it, have ended (`wait_turn`), and on the GPU the streams that write cells wait for
+the first fence that was recorded after that. Hence, for each change of owner:
 
 - adapter → adapter: the last step is the last one whose batch listed the old adapter. What brought
-  the old one ended earlier on the scatter stream.
+  the old one was over before it could be evicted: a mover has waited for its last events.
 - KV → adapter: pages may be freed in the midst of a step whose later launches still use them; the
   last step is the last one that had begun when they were freed.
 - adapter → KV: KV is written on the compute stream by later launches than all that read the
   adapter. An adapter on its way is never evicted, and one that failed on its way gives its pages up
-  only once both our streams are empty (`drain`). So nothing of ours writes the page any more.
-- table rows: written on the scatter stream, behind the same fence; a slot is free only when its
-  adapter was evicted. The row's copies (in CPU memory, and on the GPU) belong to the slot: no
-  second transfer into a slot begins before the first has ended.
+  only once our streams are empty (`drain`). So nothing of ours writes the page any more.
+- table rows: written where cells are, behind the same fence; a slot is free only when its adapter
+  was evicted. The row's copies (in CPU memory, and on the GPU) belong to the slot: no second
+  transfer into a slot begins before the first has ended.
 - staging: a buffer is filled again on the copy stream behind the event of the scatter that emptied
   it; the scatter stream reads it behind the event of the copy that filled it.
 - blocks of CPU memory: held by the load until its last event has come, which is behind all copies
   that read them; after a failure until `drain` has returned.
 - a step that reads an adapter still on its way makes the compute stream wait for the events of the
-  chunks that it reads (`Transfer.wait`), recorded behind those chunks' scatters. The table's row is
-  written before the first of them.
+  chunks that it reads (`Transfer.wait`), recorded on each stream behind all that writes these
+  chunks' cells. The table's row is written before the first of them.
 
 No stream waits in a circle: a stream only ever waits for an event that was recorded before, and
 whole transfers are queued one after another. No thread does either: `wait_turn` is called by movers
@@ -98,7 +99,7 @@ class Streams:
         # up to _past are over on the GPU, too.
         self._fences: deque[tuple[int, torch.cuda.Event]] = deque()
         self._past = 0
-        self.copy = Lane(device)
+        self.copies: tuple[Lane, ...] = (Lane(device), Lane(device))
         self.scatter = Lane(device, priority=-1)  # short kernels that free what copies wait for
 
     # -- steps
@@ -173,8 +174,8 @@ class Streams:
                 raise CacheClosed()
 
     def fence(self, after: int) -> torch.cuda.Event | None:
-        """What the scatter stream waits for before it writes where that step, which has ended, may
-        have read; None: it is over."""
+        """What a stream waits for before it writes where that step, which has ended, may have read;
+        None: it is over."""
         with self._ended:
             if after <= self._past:
                 return None
@@ -182,8 +183,8 @@ class Streams:
 
     def drain(self) -> None:
         """Wait on the host until all copies and scatters have been done."""
-        self.copy.drain()
-        self.scatter.drain()
+        for lane in (*self.copies, self.scatter):
+            lane.drain()
 
     def close(self) -> None:
         """Movers that wait for a step to end wait no longer: `wait_turn` raises CacheClosed."""

@@ -1,27 +1,26 @@
-"""One adapter on its way from CPU memory into its pages on the GPU."""
+"""One adapter on its way from CPU memory into its pages on the GPU, and who waits for it."""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from adaptercache.errors import AdapterCacheError, LoadFailed
-from adaptercache.kernels.stack import LoraStack
 from adaptercache.layout import LoraLayout, align
 from adaptercache.packing import VectorSpec
-from adaptercache.tiers.staging import Staging
 from adaptercache.tiers.streams import Streams
+from adaptercache.tiers.ways import Landed, Way
 
 __all__ = ["Arrivals", "Transfer"]
 
 
 class Transfer:
-    """Copies of an adapter's chunks, their scatters, and an event for each.
+    """Copies of an adapter's chunks, and the events of each.
 
     `run` is a mover's. A step that already holds the adapter calls `wait` for what it reads next,
     from the thread that launches it. Thread-safe.
@@ -34,23 +33,21 @@ class Transfer:
     def __init__(
         self,
         streams: Streams,
-        stack: LoraStack,
-        staging: Staging,
+        way: Way,
         slot: int,
         pages: Sequence[int],
         spec: VectorSpec,
         pieces: Callable[[], Iterable[Tensor]],
         after: int,
     ) -> None:
-        self._streams = streams
-        self._stack, self._staging = stack, staging
+        self._streams, self._way = streams, way
         self._slot, self._pages, self._spec = slot, tuple(pages), spec
         self._pieces = pieces
         self._after = after
-        self._chunks = list(staging.chunks(len(self._pages)))
+        self._chunks = way.chunks(len(self._pages))
         self._queued = threading.Condition()
         self._is_begun = False
-        self._landed: list[torch.cuda.Event | None] = []  # of each chunk that was queued
+        self._landed: list[Landed] = []  # of each chunk that was queued
         self._error: BaseException | None = None
 
     @property
@@ -71,8 +68,8 @@ class Transfer:
                 self._queued.wait_for(lambda: self._is_queued or self._error is not None)
                 if self._error is not None:
                     raise self._error
-            if self._landed and (last := self._landed[-1]) is not None:
-                last.synchronize()
+            for event in self._landed[-1] if self._landed else ():
+                event.synchronize()
         except BaseException:
             self._streams.drain()  # the pages go to others now
             raise
@@ -85,10 +82,13 @@ class Transfer:
                 return
             self._is_begun = True
         try:
-            with self._staging.lock:
-                for event in self._queue():
+            with self._way.lock:
+                chunks = self._way.queue(
+                    self._slot, self._spec, self._pages, self._pieces(), self._after
+                )
+                for landed in chunks:
                     with self._queued:
-                        self._landed.append(event)
+                        self._landed.append(landed)
                         self._queued.notify_all()
         except BaseException as error:  # another thread may be waiting for it
             with self._queued:
@@ -98,31 +98,6 @@ class Transfer:
     @property
     def _is_queued(self) -> bool:
         return len(self._landed) == len(self._chunks)
-
-    def _queue(self) -> Iterator[torch.cuda.Event | None]:
-        """Queue one chunk after another; yields the event of each."""
-        copy, scatter = self._streams.copy, self._streams.scatter
-        staging, slot = self._staging, self._slot
-        scatter.wait(self._streams.fence(self._after))
-        source = _Source(self._pieces())
-        itemsize = self._stack.shape.itemsize
-        left = self._spec.elements * itemsize
-        for first, count in self._chunks:
-            buffer = staging.next()
-            room = min(left, buffer.bytes.numel() // len(buffer.cells) * count)
-            copy.wait(buffer.emptied)
-            with copy.use():
-                source.copy_into(buffer.bytes[:room])
-                if not first:  # made while the first chunk is under way
-                    staging.send_row(self._stack, slot, self._spec, self._pages)
-            left -= room
-            scatter.wait(copy.mark())
-            with scatter.use():
-                if not first:
-                    self._stack.table[slot].copy_(staging.rows[slot], non_blocking=True)
-                staging.lay(buffer, slot, first, count)
-            buffer.emptied = scatter.mark()
-            yield buffer.emptied
 
     # -- for steps
 
@@ -137,22 +112,22 @@ class Transfer:
         self.begin()
         with self._queued:
             self._queued.wait_for(lambda: len(self._landed) > chunk or self._error is not None)
-            error, event = self._error, None
-            if error is None:
-                event = self._landed[chunk]
+            error = self._error
+            landed = self._landed[chunk] if error is None else ()
         if error is not None:
             if isinstance(error, AdapterCacheError):
                 raise error
             raise LoadFailed("the adapter's copy to the GPU failed under a step") from error
-        if event is not None:
-            torch.cuda.current_stream(self._stack.device).wait_event(event)
+        for event in landed:
+            torch.cuda.current_stream(self._way.stack.device).wait_event(event)
 
     def chunks_of_layers(self) -> list[int]:
         """For each layer, the last chunk that it needs: with it and those before, all layers up to
         this one are in place. (The table's row comes with the first.)"""
-        page_elems = self._stack.shape.rows * self._stack.shape.page_elems
+        stack = self._way.stack
+        page_elems = stack.shape.rows * stack.shape.page_elems
         ends = [(first + count) * page_elems for first, count in self._chunks]
-        return [bisect_left(ends, end) for end in _ends_of_layers(self._stack.layout, self._spec)]
+        return [bisect_left(ends, end) for end in _ends_of_layers(stack.layout, self._spec)]
 
 
 def _ends_of_layers(layout: LoraLayout, spec: VectorSpec) -> list[int]:
@@ -163,23 +138,6 @@ def _ends_of_layers(layout: LoraLayout, spec: VectorSpec) -> list[int]:
             end = start + align(rank * site.in_features) + align(rank * site.out_features)
             ends[site.layer] = max(ends[site.layer], end)
     return list(accumulate(ends, max))
-
-
-class _Source:
-    """Pieces of bytes, read as one."""
-
-    def __init__(self, pieces: Iterable[Tensor]) -> None:
-        self._pieces = iter(pieces)
-        self._piece = torch.empty(0, dtype=torch.uint8)
-
-    def copy_into(self, target: Tensor) -> None:
-        """Queue copies of as many bytes as ``target`` has, on the current stream."""
-        while len(target):
-            while not len(self._piece):
-                self._piece = next(self._pieces)
-            count = min(len(target), len(self._piece))
-            target[:count].copy_(self._piece[:count], non_blocking=True)
-            target, self._piece = target[count:], self._piece[count:]
 
 
 class Arrivals:

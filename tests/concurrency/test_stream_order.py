@@ -22,7 +22,7 @@ import torch
 from adaptercache import AdapterCache, AdapterCacheError, Lease, LoraLayout, Request, Tier
 from adaptercache.kernels import LoraBatch
 from adaptercache.testing import any_device
-from adaptercache.tiers import staging
+from adaptercache.tiers import ways
 from adaptercache.tiers.streams import Lane
 
 IDS = [f"a{index}" for index in range(7)]
@@ -50,7 +50,11 @@ def rng(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> rand
         wait(lane, event)
 
     monkeypatch.setattr(Lane, "wait", wait_after_a_sleep)
-    monkeypatch.setattr(staging, "CHUNK_BYTES", 4096 * rng.choice([1, 2, 3]))
+    chunk = 4096 * rng.choice([1, 2, 3])
+    monkeypatch.setattr(ways, "STAGED_BYTES", chunk)
+    monkeypatch.setattr(ways, "STRIDED_BYTES", chunk)
+    if request.param % 2:  # strided, else staged
+        monkeypatch.setattr(ways, "MIN_CELL_BYTES", 0)
     return rng
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from adaptercache import Request, Tier
 from adaptercache.kernels import LoraBatch, add_lora
-from adaptercache.tiers import staging
+from adaptercache.tiers import ways
 from adaptercache.tiers.streams import Lane
 
 pytestmark = pytest.mark.gpu
@@ -75,10 +75,16 @@ def test_a_graph_is_right_after_adapters_were_evicted_and_loaded() -> None:
         assert cache.stats().evictions[Tier.GPU, "room"] > len(BATCHES)  # some adapters came back
 
 
-def test_pieces_that_were_captured_wait_for_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["staged", "strided"])
+def test_pieces_that_were_captured_wait_for_their_layer(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """A pipelined request's first step: every layer is a graph of its own, and the adapter comes
     in chunks of a page behind long kernels."""
-    monkeypatch.setattr(staging, "CHUNK_BYTES", 4096)
+    for name in ("STAGED_BYTES", "STRIDED_BYTES"):
+        monkeypatch.setattr(ways, name, 4096)
+    if way == "strided":
+        monkeypatch.setattr(ways, "MIN_CELL_BYTES", 0)
     wait = Lane.wait
 
     def wait_after_a_sleep(lane: Lane, event: torch.cuda.Event | None) -> None:

@@ -16,6 +16,7 @@ from adaptercache.layout import ArenaShape
 from adaptercache.packing import VectorSpec
 from adaptercache.pages import Owner, PageAllocator
 from adaptercache.testing import TierContract, any_device
+from adaptercache.tiers import ways
 from adaptercache.tiers.gpu import GpuTier
 
 LAYOUT = LoraLayout.from_config(
@@ -129,13 +130,23 @@ class TestSmallStaging(TierContract):
 
     @contextmanager
     def tier(self) -> Iterator[Pages]:
-        from adaptercache.tiers import staging
-
-        before, staging.CHUNK_BYTES = staging.CHUNK_BYTES, 2 * 2 * KV.block_bytes
+        before, ways.STAGED_BYTES = ways.STAGED_BYTES, 2 * 2 * KV.block_bytes
         try:
             yield Pages(gpu_tier())
         finally:
-            staging.CHUNK_BYTES = before
+            ways.STAGED_BYTES = before
+
+
+class TestStridedCopies(TierContract):
+    """Pages that are copied one by one, each into all of its rows at once."""
+
+    @contextmanager
+    def tier(self) -> Iterator[Pages]:
+        before, ways.MIN_CELL_BYTES = ways.MIN_CELL_BYTES, 0
+        try:
+            yield Pages(gpu_tier())
+        finally:
+            ways.MIN_CELL_BYTES = before
 
 
 def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:

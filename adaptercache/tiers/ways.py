@@ -1,0 +1,177 @@
+"""The two ways in which an adapter's bytes get from CPU memory into its cells.
+
+*Strided*, where cells are large: the copy engine lays each page out by itself (see `strided`).
+*Staged*, where they are small, or where a page is one cell, and a copy for each would cost more
+than its bytes: in large chunks into staging buffers, from where a kernel lays them out.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from adaptercache.kernels.stack import LoraStack
+from adaptercache.layout import ArenaShape
+from adaptercache.packing import VectorSpec
+from adaptercache.tiers.rows import TableRows
+from adaptercache.tiers.staging import Source, Staging
+from adaptercache.tiers.streams import Streams
+from adaptercache.tiers.strided import Bytes, copy_rows_of, lay_page
+
+__all__ = ["Landed", "Staged", "Strided", "Way", "way_for"]
+
+FIRST_BYTES = 4 << 20
+"""Of an adapter's first chunk: a step that waits for its first layers waits for little else."""
+
+STRIDED_BYTES = 8 << 20
+"""Of the others, where a chunk is a pair of events and nothing else."""
+
+STAGED_BYTES = 16 << 20
+"""Of the others, where a chunk is a copy and a kernel, too."""
+
+MIN_CELL_BYTES = 32 << 10
+"""Of a strided copy's rows."""
+
+MAX_PITCH = (1 << 31) - 1
+"""CUDA's, between a strided copy's rows."""
+
+Landed: TypeAlias = "tuple[torch.cuda.Event, ...]"
+"""When all of these have come, a chunk and those before it are in place."""
+
+
+class Way(ABC):
+    """Queues transfers. One at a time: whoever calls `queue` holds ``lock`` until its end."""
+
+    chunk_bytes: int
+
+    def __init__(self, streams: Streams, stack: LoraStack) -> None:
+        self.lock = threading.Lock()
+        self.stack = stack
+        self._streams = streams
+        self._rows = TableRows(stack)
+        self._page_bytes = stack.shape.rows * stack.shape.page_bytes
+
+    def chunks(self, num_pages: int) -> list[tuple[int, int]]:
+        """``(first page, number of pages)`` of each chunk of an adapter of as many pages."""
+        found: list[tuple[int, int]] = []
+        first, most = 0, max(1, min(FIRST_BYTES, self.chunk_bytes) // self._page_bytes)
+        while first < num_pages:
+            count = min(most, num_pages - first)
+            found.append((first, count))
+            first, most = first + count, self._chunk_pages
+        return found
+
+    @property
+    def _chunk_pages(self) -> int:
+        return max(1, self.chunk_bytes // self._page_bytes)
+
+    @abstractmethod
+    def queue(
+        self,
+        slot: int,
+        spec: VectorSpec,
+        pages: Sequence[int],
+        pieces: Iterable[Tensor],
+        after: int,
+    ) -> Iterator[Landed]:
+        """Queue copies of all chunks, one after the other; yields what tells each one's end.
+
+        The slot's row of the table is in place with the first chunk.
+
+        Args:
+            pieces: the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
+            after: the last step that may use what was in these pages, or read the slot's row.
+        """
+
+
+class Strided(Way):
+    """Page after page, on two streams in turn, so that no gap between copies shows."""
+
+    def __init__(self, streams: Streams, stack: LoraStack) -> None:
+        super().__init__(streams, stack)
+        self.chunk_bytes = STRIDED_BYTES
+
+    def queue(
+        self,
+        slot: int,
+        spec: VectorSpec,
+        pages: Sequence[int],
+        pieces: Iterable[Tensor],
+        after: int,
+    ) -> Iterator[Landed]:
+        stack, lanes = self.stack, self._streams.copies
+        arena, shape = stack.arena.data_ptr(), stack.shape
+        fence = self._streams.fence(after)
+        copiers = []
+        for lane in lanes:
+            lane.wait(fence)
+            with lane.use():
+                copiers.append(copy_rows_of(stack.device))
+        source, left = Bytes(iter(pieces)), spec.elements * shape.itemsize
+        with lanes[0].use():  # the driver's calls are for this thread's current device
+            for first, count in self.chunks(len(pages)):
+                for turn, page in enumerate(pages[first : first + count]):
+                    nbytes = min(left, self._page_bytes)
+                    copy_rows = copiers[turn % len(copiers)]
+                    lay_page(copy_rows, arena, shape, page, source.take(nbytes))
+                    left -= nbytes
+                if not first:
+                    row = self._rows.write(slot, spec, pages)
+                    stack.table[slot].copy_(row, non_blocking=True)
+                marks = [lane.mark() for lane in lanes]
+                yield tuple(mark for mark in marks if mark is not None)
+
+
+class Staged(Way):
+    """Copies on one stream, a kernel for each on another."""
+
+    def __init__(self, streams: Streams, stack: LoraStack) -> None:
+        super().__init__(streams, stack)
+        self.chunk_bytes = STAGED_BYTES
+        self.staging = Staging(stack, self._chunk_pages)
+        self._page_ids = torch.zeros_like(stack.table)  # rows of the table, on their way
+
+    def queue(
+        self,
+        slot: int,
+        spec: VectorSpec,
+        pages: Sequence[int],
+        pieces: Iterable[Tensor],
+        after: int,
+    ) -> Iterator[Landed]:
+        copy, scatter = self._streams.copies[0], self._streams.scatter
+        row, table = self._page_ids[slot], self.stack.table[slot]
+        scatter.wait(self._streams.fence(after))
+        source, left = Source(pieces), spec.elements * self.stack.shape.itemsize
+        for first, count in self.chunks(len(pages)):
+            buffer = self.staging.next()
+            nbytes = min(left, count * self._page_bytes)
+            copy.wait(buffer.emptied)
+            with copy.use():
+                source.copy_into(buffer.bytes[:nbytes])
+                if not first:  # made while the first chunk is under way
+                    row.copy_(self._rows.write(slot, spec, pages), non_blocking=True)
+            left -= nbytes
+            scatter.wait(copy.mark())
+            with scatter.use():
+                if not first:
+                    table.copy_(row, non_blocking=True)
+                self.staging.lay(buffer, row[first : first + count])
+            buffer.emptied = scatter.mark()
+            yield (buffer.emptied,) if buffer.emptied is not None else ()
+
+
+def way_for(streams: Streams, stack: LoraStack) -> Way:
+    """The faster one for this arena."""
+    return (Strided if is_strided(stack.shape) else Staged)(streams, stack)
+
+
+def is_strided(shape: ArenaShape) -> bool:
+    """Whether the copy engine lays out pages of this shape at full speed."""
+    pitch = shape.num_pages * shape.page_bytes
+    return shape.rows > 1 and shape.page_bytes >= MIN_CELL_BYTES and pitch <= MAX_PITCH
