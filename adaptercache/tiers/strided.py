@@ -50,8 +50,8 @@ class _Copy2D(ctypes.Structure):
 
 @cache
 def _driver() -> Callable[..., int]:
-    # It returns at once, so the interpreter's lock is kept: to give it up for each page costs more.
-    call = ctypes.PyDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+    # Each call lets go of the interpreter: a step's launches get in between the pages.
+    call = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
     call.argtypes = [ctypes.POINTER(_Copy2D), ctypes.c_void_p]
     call.restype = ctypes.c_int
     return call
