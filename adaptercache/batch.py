@@ -17,6 +17,8 @@ from adaptercache.placement import Placement
 
 __all__ = ["Decision", "Load", "Request", "Standing", "plan"]
 
+UNCAPPED = 1 << 60
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -171,7 +173,7 @@ class _Admissions:
     def __init__(self, state: State, batch: set[Digest], max_adapters: int | None) -> None:
         self._state = state
         self._batch = batch
-        self._max_adapters = max_adapters
+        self._room = UNCAPPED if max_adapters is None else max_adapters  # adapters of the batch
         self._standings: dict[str, Standing] = {}
         self.kv = state.kv_room()
         self._kv_left = self.kv.reclaimable
@@ -193,11 +195,11 @@ class _Admissions:
             if standing.error is not None:
                 self.failed.append((request, standing.error.copy_for(adapter_id)))
                 return
-            if not (standing.ready or (request.pipelined and standing.coming)):
+            if not standing.ready and not (request.pipelined and standing.coming):
                 self._defer(request, standing.reason)
                 return
             digest = standing.digest
-            if self._is_over_cap(digest):
+            if len(self._batch) >= self._room and digest not in self._batch:
                 self._defer(request, "max_adapters")
                 return
         idle_pages = 0
@@ -220,16 +222,12 @@ class _Admissions:
             digest = self._standings[adapter_id].digest if adapter_id is not None else None
             if not request.pipelined or reason != "loading" or digest not in coming:
                 self.deferred.append(request)
-            elif self._is_over_cap(digest):
+            elif len(self._batch) >= self._room and digest not in self._batch:
                 self._defer(request, "max_adapters")
             elif not request.kv_pages or self._kv_fits(request, 0):
                 del self.reasons[request.request_id]
                 self._kv_left -= request.kv_pages
                 self._admit(request, digest)
-
-    def _is_over_cap(self, digest: Digest | None) -> bool:
-        cap = self._max_adapters
-        return cap is not None and len(self._batch) >= cap and digest not in self._batch
 
     def _admit(self, request: Request, digest: Digest | None) -> None:
         self.kv_promised += request.kv_pages

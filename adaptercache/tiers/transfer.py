@@ -18,6 +18,8 @@ from adaptercache.tiers.ways import Landed, Way
 
 __all__ = ["Arrivals", "Transfer"]
 
+PATIENCE_S = 0.002  # of a step with movers that have not come to its transfer
+
 
 class Transfer:
     """Copies of an adapter's chunks, and the events of each.
@@ -81,6 +83,7 @@ class Transfer:
             if self._is_begun:
                 return
             self._is_begun = True
+            self._queued.notify_all()
         try:
             with self._way.lock:
                 chunks = self._way.queue(
@@ -104,11 +107,14 @@ class Transfer:
     def wait(self, chunk: int) -> None:
         """Make the current stream wait until this chunk, and all before it, are in place.
 
-        Blocks the thread only until the chunk's copy is queued.
+        Blocks the thread only until the chunk's copy is queued: by a mover, as a rule, which goes
+        on with the others while the step is launched; if none comes to it, by this thread.
 
         Raises:
             LoadFailed, or the error itself where it is ours: its bytes will never come.
         """
+        with self._queued:
+            self._queued.wait_for(lambda: self._is_begun, PATIENCE_S)
         self.begin()
         with self._queued:
             self._queued.wait_for(lambda: len(self._landed) > chunk or self._error is not None)
