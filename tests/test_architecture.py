@@ -26,7 +26,11 @@ PARTS_OF_GPU = (
     *("tiers.memory", "tiers.streams", "tiers.rows", "tiers.staging", "tiers.strided"),
     *("tiers.ways", "tiers.transfer"),
 )
-TIERS = (*PARTS_OF_GPU, "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
+PARTS_OF_HOST = ("tiers.pinned",)
+TIERS = (
+    *(*PARTS_OF_GPU, "tiers.gpu", *PARTS_OF_HOST, "tiers.host", "tiers.disk"),
+    *("tiers.remote", "tiers"),
+)
 LAYERS = (
     (
         "errors",
@@ -172,6 +176,8 @@ def tiers_apart(modules: list[Module]) -> Iterator[str]:
         if module.name in TIERS and module.name != "tiers":
             is_gpu = module.name in (*PARTS_OF_GPU, "tiers.gpu")
             allowed = set(PARTS_OF_GPU) if is_gpu else set()
+            if module.name == "tiers.host":
+                allowed = set(PARTS_OF_HOST)
             for other in sorted((module.ours(modules) & set(TIERS)) - allowed):
                 yield f"{module.name} imports {other}: no tier imports another"
 

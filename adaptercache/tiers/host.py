@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from adaptercache.errors import CapacityError
+from adaptercache.tiers.pinned import give_back, take_pinned
 
 __all__ = ["HostTier"]
 
 log = logging.getLogger(__name__)
 
-SLAB_BYTES = 128 << 20
-"""A power of two: torch rounds page-locked memory up to one."""
+SLAB_BYTES = 16 << 20
+"""The driver is busy for some ms while it page-locks one, and launches stand."""
 
-AHEAD = 2
+AHEAD = 16
 """Slabs that are page-locked before anybody needs them."""
+
+PAUSE_S = 0.001  # between slabs, for launches
 
 
 class HostTier:
@@ -36,7 +40,7 @@ class HostTier:
         block_bytes: bytes a block.
         pinned: page-lock it; the GPU then copies from it at full speed, asynchronously.
         allow_pageable: where the system page-locks no more, take plain memory, and log it once.
-        ahead: slabs taken before they are needed; None: 2 where page-locked, else 0.
+        ahead: slabs taken before they are needed; None: 16 where page-locked, else 0.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class HostTier:
         self._num_slabs = -(-num_blocks // self._slab_blocks)
         self._ahead = ahead if ahead is not None else AHEAD if pinned else 0
         self._slabs: dict[int, Tensor] = {}
+        self._locked: list[Tensor] = []
         self._changed = threading.Condition()  # guards what follows; never held while taking memory
         self._taking: set[int] = set()
         self._sought = self._ahead  # slabs below it are taken in the background
@@ -128,6 +133,7 @@ class HostTier:
                 self._taking.add(index)
             try:
                 self._take(index)
+                time.sleep(PAUSE_S)
             except CapacityError as error:  # whoever needs the slab asks again, and is told
                 with self._changed:
                     self._failed = True
@@ -142,8 +148,12 @@ class HostTier:
 
     def _allocate(self, nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
-        except (RuntimeError, MemoryError) as error:
+            if not self._pinned:
+                return torch.empty(nbytes, dtype=torch.uint8)
+            slab = take_pinned(nbytes)
+            self._locked.append(slab)
+            return slab
+        except (RuntimeError, MemoryError, OSError) as error:
             if self._pinned and self._allow_pageable:
                 log.warning("no more memory can be page-locked (%s): copies will be slow", error)
                 self._pinned = False
@@ -166,12 +176,5 @@ class HostTier:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        if self._pinned:
-            _empty_torchs_cache()
-
-
-def _empty_torchs_cache() -> None:
-    """torch keeps page-locked memory for itself; this gives it to the system."""
-    empty = getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None:
-        empty()
+        while self._locked:
+            give_back(self._locked.pop())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -17,8 +16,6 @@ from adaptercache.tiers.streams import Streams
 from adaptercache.tiers.ways import Landed, Way
 
 __all__ = ["Arrivals", "Transfer"]
-
-PATIENCE_S = 0.002  # of a step with movers that have not come to its transfer
 
 
 class Transfer:
@@ -47,14 +44,13 @@ class Transfer:
         self._pieces = pieces
         self._after = after
         self._chunks = way.chunks(len(self._pages))
-        self._queued = threading.Condition()
-        self._is_begun = False
+        self._queueing = self._chunk_by_chunk()
         self._landed: list[Landed] = []  # of each chunk that was queued
         self._error: BaseException | None = None
 
-    @property
-    def num_chunks(self) -> int:
-        return len(self._chunks)
+    def _chunk_by_chunk(self) -> Iterator[Landed]:
+        pieces = self._pieces()
+        yield from self._way.queue(self._slot, self._spec, self._pages, pieces, self._after)
 
     def run(self) -> None:
         """Wait for its turn, queue all copies, and wait until the bytes are in place.
@@ -66,10 +62,8 @@ class Transfer:
         try:
             self._streams.wait_turn(self._after)
             self.begin()
-            with self._queued:
-                self._queued.wait_for(lambda: self._is_queued or self._error is not None)
-                if self._error is not None:
-                    raise self._error
+            if self._error is not None:
+                raise self._error
             for event in self._landed[-1] if self._landed else ():
                 event.synchronize()
         except BaseException:
@@ -77,54 +71,39 @@ class Transfer:
             raise
 
     def begin(self) -> None:
-        """Queue all copies unless that is done, or being done. Waits for nothing on the GPU; what
-        goes wrong is told to `run` and `wait`."""
-        with self._queued:
-            if self._is_begun:
-                return
-            self._is_begun = True
-            self._queued.notify_all()
-        try:
-            with self._way.lock:
-                chunks = self._way.queue(
-                    self._slot, self._spec, self._pages, self._pieces(), self._after
-                )
-                for landed in chunks:
-                    with self._queued:
-                        self._landed.append(landed)
-                        self._queued.notify_all()
-        except BaseException as error:  # another thread may be waiting for it
-            with self._queued:
-                self._error = error
-                self._queued.notify_all()
+        """Queue all copies, after those of the transfers that began before. Waits for nothing on
+        the GPU; what goes wrong is told to `run` and `wait`."""
+        with self._way.turn:
+            for chunk in range(len(self._chunks)):
+                self._queue(chunk)
 
-    @property
-    def _is_queued(self) -> bool:
-        return len(self._landed) == len(self._chunks)
+    def _queue(self, chunk: int) -> None:
+        """Queue copies up to this chunk, unless that is done. One chunk of one transfer at a time,
+        by whichever thread comes to it."""
+        with self._way.lock:
+            try:
+                while len(self._landed) <= chunk and self._error is None:
+                    self._landed.append(next(self._queueing))
+            except BaseException as error:  # another thread may be waiting for it
+                self._error = error
 
     # -- for steps
 
     def wait(self, chunk: int) -> None:
         """Make the current stream wait until this chunk, and all before it, are in place.
 
-        Blocks the thread only until the chunk's copy is queued: by a mover, as a rule, which goes
-        on with the others while the step is launched; if none comes to it, by this thread.
+        Queues its copy if no mover has come to it yet; blocks the thread for nothing else.
 
         Raises:
             LoadFailed, or the error itself where it is ours: its bytes will never come.
         """
-        with self._queued:
-            self._queued.wait_for(lambda: self._is_begun, PATIENCE_S)
-        self.begin()
-        with self._queued:
-            self._queued.wait_for(lambda: len(self._landed) > chunk or self._error is not None)
-            error = self._error
-            landed = self._landed[chunk] if error is None else ()
+        self._queue(chunk)
+        error = self._error
         if error is not None:
             if isinstance(error, AdapterCacheError):
                 raise error
             raise LoadFailed("the adapter's copy to the GPU failed under a step") from error
-        for event in landed:
+        for event in self._landed[chunk]:
             torch.cuda.current_stream(self._way.stack.device).wait_event(event)
 
     def chunks_of_layers(self) -> list[int]:

@@ -45,12 +45,16 @@ Landed: TypeAlias = "tuple[torch.cuda.Event, ...]"
 
 
 class Way(ABC):
-    """Queues transfers. One at a time: whoever calls `queue` holds ``lock`` until its end."""
+    """Queues transfers, chunk by chunk.
+
+    ``lock`` is held by whoever queues a chunk, so that one is queued at a time; ``turn`` by a
+    mover for a whole transfer, so that transfers come one after the other, and not all at the end.
+    """
 
     chunk_bytes: int
 
     def __init__(self, streams: Streams, stack: LoraStack) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.turn = threading.Lock(), threading.Lock()
         self.stack = stack
         self._streams = streams
         self._rows = TableRows(stack)
@@ -79,7 +83,8 @@ class Way(ABC):
         pieces: Iterable[Tensor],
         after: int,
     ) -> Iterator[Landed]:
-        """Queue copies of all chunks, one after the other; yields what tells each one's end.
+        """Queue copies of all chunks, one after the other; yields what tells each one's end. Any
+        thread may go on with it.
 
         The slot's row of the table is in place with the first chunk.
 
@@ -113,8 +118,8 @@ class Strided(Way):
             with lane.use():
                 copiers.append(copy_rows_of(stack.device))
         source, left = Bytes(iter(pieces)), spec.elements * shape.itemsize
-        with lanes[0].use():  # the driver's calls are for this thread's current device
-            for first, count in self.chunks(len(pages)):
+        for first, count in self.chunks(len(pages)):
+            with lanes[0].use():  # the driver's calls are for this thread's current device
                 for turn, page in enumerate(pages[first : first + count]):
                     nbytes = min(left, self._page_bytes)
                     copy_rows = copiers[turn % len(copiers)]
@@ -123,8 +128,8 @@ class Strided(Way):
                 if not first:
                     row = self._rows.write(slot, spec, pages)
                     stack.table[slot].copy_(row, non_blocking=True)
-                marks = [lane.mark() for lane in lanes]
-                yield tuple(mark for mark in marks if mark is not None)
+            marks = [lane.mark() for lane in lanes]
+            yield tuple(mark for mark in marks if mark is not None)
 
 
 class Staged(Way):

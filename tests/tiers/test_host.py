@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from adaptercache.packing import bytes_of
 from adaptercache.testing import TierContract
 from adaptercache.tiers import host
 from adaptercache.tiers.host import HostTier
+from adaptercache.tiers.pinned import give_back, take_pinned
 
 BLOCK, BLOCKS = 64, 20
 
@@ -122,18 +124,23 @@ class Growing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.let, self.taken = threading.Semaphore(0), 0
         self.refused = False
-        empty = torch.empty
+        self.locked = 0
 
-        def take(nbytes: int, **its: Any) -> torch.Tensor:
+        def take(nbytes: int) -> torch.Tensor:
             if threading.current_thread().name.startswith("adaptercache"):
                 self.let.acquire(timeout=20)
-            if self.refused and its["pin_memory"]:
-                raise RuntimeError("CUDA error: out of memory")
+            if self.refused:
+                raise RuntimeError("page-locking failed")
             self.taken += 1
-            return empty(nbytes, dtype=its["dtype"])
+            self.locked += nbytes
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+        def give_back(tensor: torch.Tensor) -> None:
+            self.locked -= len(tensor)
 
         monkeypatch.setattr(host, "SLAB_BYTES", 3 * BLOCK)
-        monkeypatch.setattr(torch, "empty", take)
+        monkeypatch.setattr(host, "take_pinned", take)
+        monkeypatch.setattr(host, "give_back", give_back)
         self.tier = HostTier(BLOCKS, BLOCK, pinned=True, ahead=3, **options)
 
     def close(self) -> None:
@@ -147,6 +154,7 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Growing]:
     growing = Growing(monkeypatch)
     yield growing
     growing.close()
+    assert growing.locked == 0, "memory was left page-locked"
 
 
 def test_slabs_are_taken_ahead_in_the_background(growing: Growing, tiny: Any) -> None:
@@ -231,3 +239,33 @@ def test_freeing_what_is_not_allocated_changes_nothing(runs: tuple[Run, ...]) ->
     with pytest.raises(ValueError, match="runs"):
         blocks.free(runs)
     assert blocks.num_free == 1
+
+
+@pytest.mark.gpu
+def test_page_locked_memory_is_what_the_gpu_copies_from_and_is_given_back() -> None:
+    slab = take_pinned(4 << 20)
+    slab.fill_(7)
+    assert slab.is_pinned()
+    assert (slab.to("cuda", non_blocking=True) == 7).all()
+    give_back(slab)
+    assert not slab.is_pinned()
+
+
+@pytest.mark.gpu
+def test_an_error_of_the_driver_is_told_of_and_not_left_behind() -> None:
+    slab = take_pinned(4 << 20)
+    give_back(slab)
+    give_back(slab)  # an error to the driver, and nothing to us
+    torch.ones(1, device="cuda").add_(1)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_memory_that_the_system_has_not_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    register = torch.cuda.cudart().cudaHostRegister
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: register(8, 8, 0))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    with pytest.raises(RuntimeError, match="page-locking"):
+        take_pinned(4096)
+    torch.ones(1, device="cuda").add_(1)
+    torch.cuda.synchronize()
