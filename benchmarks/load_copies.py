@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from adaptercache.tiers import staging, ways
-from adaptercache.tiers.streams import Lane
 from load_world import ATTENTION, DEVICE, ON_GPU, LoadWorld, Mark, rates
 
 TIMES = 25 if ON_GPU else 3
@@ -35,55 +34,61 @@ def copies(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
         world.time_loads(adapters)
         for slot, adapter in enumerate(adapters):
             world.check(slot, adapter)
-        ours, plain, host = [], [], []
+        ours, plain, idle, plain_idle, host = [], [], [], [], []
         for _ in range(TIMES):
-            plain.append(world.time_plain(adapters, target))
-            ours.append(world.time_loads(adapters))
+            plain.append(world.time_plain(adapters, target, ahead=True))
+            ours.append(world.time_loads(adapters, ahead=True))
+            plain_idle.append(world.time_plain(adapters, target))
+            idle.append(world.time_loads(adapters))
             host.append(world.queued_us)
         nbytes = sum(adapter.nbytes for adapter in adapters)
         figures = {"nbytes": nbytes, **rates(nbytes, ours, plain), "least_share": least}
         figures["host_us"] = round(statistics.median(host), 1)
+        figures["with_host_us"] = round(statistics.median(idle), 1)
+        figures["with_host_reference_us"] = round(statistics.median(plain_idle), 1)
         yield f"{way.__name__.lower()}: {name}", figures
 
 
 def variants(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
-    """Sizes of chunks and rings, one stream or two, torch's own scatter; the adapter of 80 MiB."""
+    """Sizes of chunks and rings, programs of the scatter, and torch's; the adapter of 80 MiB."""
     adapter = [world.rest(16)]
     target = torch.empty(adapter[0].nbytes, dtype=torch.uint8, device=DEVICE)
     before = ways.STAGED_BYTES, ways.STRIDED_BYTES, ways.FIRST_BYTES, staging.RING
     streams, stack, mib = world.tier.streams, world.tier.stack, 1 << 20
-    lanes = streams.copies
 
     def staged(chunk: int, first: int, ring: int, how: str) -> ways.Way:
         ways.STAGED_BYTES, ways.FIRST_BYTES, staging.RING = chunk * mib, first * mib, ring
         way = ways.Staged(streams, stack)
         if how == "index_copy_":
             way.staging._lay = _index_copy
+        elif ON_GPU:
+            from adaptercache.kernels import lay
+
+            lay.PROGRAMS = int(how)
         return way
 
     def strided(chunk: int, first: int, count: int, how: str) -> ways.Way:
         ways.STRIDED_BYTES, ways.FIRST_BYTES = chunk * mib, first * mib
-        streams.copies = tuple([*lanes, *(Lane(DEVICE) for _ in range(2))][:count])
         return ways.Strided(streams, stack)
 
     tried: list[tuple[Callable[[int, int, int, str], ways.Way], int, int, int, str]] = [
-        *((strided, chunk, first, 2, "streams") for chunk in (8, 16) for first in (2, 4, 8)),
-        *((strided, 8, 4, count, "streams") for count in (1, 3, 4)),
-        *((staged, chunk, first, 3, "kernel") for chunk in (8, 16) for first in (4, 8)),
-        *((staged, 16, 4, ring, "kernel") for ring in (2, 4)),
+        (strided, 8, 4, 1, ""),
+        *((staged, 16, 4, 3, programs) for programs in ("8", "16", "32", "64", "2048")),
+        *((staged, chunk, first, 3, "32") for chunk in (8, 16) for first in (2, 4, 8)),
+        *((staged, 16, 4, ring, "32") for ring in (2, 4)),
         (staged, 16, 4, 3, "index_copy_"),
+        (staged, 16, 4, 3, "32"),
     ]
     try:
         for make, chunk, first, count, how in tried:
             world.take(make(chunk, first, count, how))
             world.time_loads(adapter)
-            plain = [world.time_plain(adapter, target) for _ in range(8)]
-            ours = [world.time_loads(adapter) for _ in range(12)]
+            plain = [world.time_plain(adapter, target, ahead=True) for _ in range(8)]
+            ours = [world.time_loads(adapter, ahead=True) for _ in range(12)]
             figures = rates(adapter[0].nbytes, ours, plain) | {"host_us": round(world.queued_us, 1)}
-            yield f"{make.__name__}: chunks {chunk} MiB, first {first}, {count} {how}", figures
-            streams.copies = lanes
+            name = f"{make.__name__}: chunks {chunk} MiB, first {first}, ring {count}, {how}"
+            yield name, figures
     finally:
-        streams.copies = lanes
         ways.STAGED_BYTES, ways.STRIDED_BYTES, ways.FIRST_BYTES, staging.RING = before
 
 

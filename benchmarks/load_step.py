@@ -105,10 +105,16 @@ def decode_beside_loads(world: LoadWorld) -> Iterator[tuple[str, dict[str, objec
         "plain copies": plain,
     }
     if ON_GPU:
+        loads |= {f"staged {n} programs": bring for n in (8, 16, 64, 2048, 32)}
         loads["a kernel reads pinned memory"] = _kernel_reader(world, adapters[0], mine)
     for name, load in loads.items():
-        if name in way:
-            world.take(way[name])
+        kind, programs = (name + " 0").split()[:2]
+        if kind in way:
+            world.take(way[kind])
+        if programs.isdigit() and int(programs):
+            from adaptercache.kernels import lay
+
+            lay.PROGRAMS = int(programs)
         load(0)  # compiled
         alone = steps(world, replay, STEPS)
         with_loads, rate = _beside(world, replay, load)
@@ -220,25 +226,32 @@ def first_step() -> Iterator[tuple[str, dict[str, object]]]:
         layout, gpu_bytes=gpu_bytes, host_bytes=host_bytes, gpu_slots=16, kv=KV, device=DEVICE
     ) as cache:
         trial = FirstStep(cache, layout)
-        found: dict[str, list[float]] = {"hit": [], "pipelined": [], "plain wait": []}
-        for turn in range(22 if ON_GPU else 5):
+        for way in (ways.Strided, ways.Staged):
+            stack = cache._gpu.stack
+            cache._gpu._memory = stack, way(cache._gpu.streams, stack)
+            wait_for_gpu()
+            found: dict[str, list[list[float]]] = {"hit": [], "pipelined": [], "plain wait": []}
+            for turn in range(22 if ON_GPU else 5):
+                for how, durations in found.items():
+                    times = trial.run(how)
+                    if turn >= 2:
+                        durations.append(times)
+            trial.check()
+            hit = quartiles([times[-1] for times in found["hit"]])[0]
             for how, durations in found.items():
-                us = trial.run(how)
-                if turn >= 2:
-                    durations.append(us)
-        trial.check()
-        hit = quartiles(found["hit"])[0]
-        for how, durations in found.items():
-            median, low, high = quartiles(durations)
-            figures: dict[str, object] = {
-                "us": round(median, 1),
-                "p25": round(low, 1),
-                "p75": round(high, 1),
-                "over_a_hit_us": round(median - hit, 1),
-            }
-            if how == "pipelined":
-                figures["most_over_a_hit_us"] = 300
-            yield f"first step, {how}", figures
+                median, low, high = quartiles([times[-1] for times in durations])
+                figures: dict[str, object] = {
+                    "us": round(median, 1),
+                    "p25": round(low, 1),
+                    "p75": round(high, 1),
+                    "over_a_hit_us": round(median - hit, 1),
+                }
+                for place, what in enumerate(("admitted", "opened", "first_wait", "launched")):
+                    figures[f"{what}_us"] = round(quartiles([t[place] for t in durations])[0], 1)
+                if how == "pipelined":
+                    figures["most_over_a_hit_us"] = 300
+                yield f"first step, {way.__name__.lower()}, {how}", figures
+        trial.end()
 
 
 class FirstStep:
@@ -267,15 +280,16 @@ class FirstStep:
             if not ON_GPU:
                 self._pieces = []
 
-    def run(self, how: str) -> float:
-        """µs on the clock, from `admit` to the end of the step on the GPU."""
+    def run(self, how: str) -> list[float]:
+        """µs on the clock, from `admit` to: its answer, the batch is open, its first layer may be
+        launched, all is launched, the step's end on the GPU."""
         cache = self.cache
         if how != "hit":
             self._forget()
         wait_for_gpu()
         time.sleep(0.003)
         request = Request("new", "cold", num_tokens=TOKENS // 2, pipelined=how == "pipelined")
-        start = time.perf_counter()
+        moments = [time.perf_counter()]
         waiting = [request]
         admitted: list[tuple[Request, Lease]] = []
         while not admitted:
@@ -284,21 +298,26 @@ class FirstStep:
             assert not admission.failed, admission.failed
             if not admitted:
                 time.sleep(2e-5)
+        moments.append(time.perf_counter())
         pairs = [(lease, TOKENS // 8) for _, lease in self._running]
         pairs += [(lease, r.num_tokens) for r, lease in admitted]
         with cache.lora_batch(pairs, pad_to=TOKENS, rank_to=16) as lora:
+            moments.append(time.perf_counter())
+            lora.wait(0)
+            moments.append(time.perf_counter())
             if self._pieces:
                 for layer, replay in enumerate(self._pieces):
                     lora.wait(layer)
                     replay()
             else:
                 self._model.whole(lora)
+            moments.append(time.perf_counter())
             end = Mark()
         end.wait()
-        us = (time.perf_counter() - start) * 1e6
+        moments.append(time.perf_counter())
         for _, lease in admitted:
             lease.release()
-        return us
+        return [(moment - moments[0]) * 1e6 for moment in moments[1:]]
 
     def _forget(self) -> None:
         """Evict the adapter from the GPU, as room for another would."""
@@ -321,5 +340,7 @@ class FirstStep:
                 path = f"base_model.model.model.layers.{layer}.mlp.down_proj.lora_A.weight"
                 want: Tensor = self._tensors[path]
                 assert torch.equal(found[0].cpu(), want), "the slot holds other bytes"
+
+    def end(self) -> None:
         for _, lease in self._running:
             lease.release()

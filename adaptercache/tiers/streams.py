@@ -1,10 +1,10 @@
 """When memory may change its owner while steps are in flight.
 
 The argument. Kernels of a step read and write the arena, and read the tables, on the cache's one
-*compute* stream, inside the step. Bytes of adapters come on streams of ours. Either the two *copy*
-streams bring them straight into cells and table rows, or the first brings chunks into staging
-buffers, from where the *scatter* stream lays them into cells and sets rows. A cache has one way or
-the other. Nothing else writes cells of adapters, or rows.
+*compute* stream, inside the step. Bytes of adapters come on streams of ours. Either the *copy*
+stream brings them straight into cells and table rows, or it brings chunks into staging buffers,
+from where the *scatter* stream lays them into cells and sets rows. A cache has one way or the
+other. Nothing else writes cells of adapters, or rows.
 
 Steps are numbered. A step's batch holds every slot that it lists, from `step`'s beginning to its
 end, so none of these adapters is evicted before the last launch. At the end a *fence* is recorded
@@ -28,13 +28,13 @@ the first fence that was recorded after that. Hence, for each change of owner:
 - blocks of CPU memory: held by the load until its last event has come, which is behind all copies
   that read them; after a failure until `drain` has returned.
 - a step that reads an adapter still on its way makes the compute stream wait for the events of the
-  chunks that it reads (`Transfer.wait`), recorded on each stream behind all that writes these
-  chunks' cells. The table's row is written before the first of them.
+  chunks that it reads (`Transfer.wait`), recorded behind all that writes these chunks' cells. The
+  table's row is written before the first of them.
 
-No stream waits in a circle: a stream only ever waits for an event that was recorded before, and
-whole transfers are queued one after another. No thread does either: `wait_turn` is called by movers
-alone, and a step begins a transfer itself if no mover has come to it. That never waits for a turn,
-since an adapter on its way is leased only once the steps that it comes after have ended.
+No stream waits in a circle: a stream only ever waits for an event that was recorded before. No
+thread does either: `wait_turn` is called by movers alone, without a lock, and a step queues the
+chunks that it needs itself if no mover has come to them. That never waits for a turn, since an
+adapter on its way is leased only once the steps that it comes after have ended.
 
 On the CPU device launches are done when they return: streams are nothing, and the fence is the end
 of the step itself.
@@ -99,7 +99,7 @@ class Streams:
         # up to _past are over on the GPU, too.
         self._fences: deque[tuple[int, torch.cuda.Event]] = deque()
         self._past = 0
-        self.copies: tuple[Lane, ...] = (Lane(device), Lane(device))
+        self.copy = Lane(device)
         self.scatter = Lane(device, priority=-1)  # short kernels that free what copies wait for
 
     # -- steps
@@ -183,7 +183,7 @@ class Streams:
 
     def drain(self) -> None:
         """Wait on the host until all copies and scatters have been done."""
-        for lane in (*self.copies, self.scatter):
+        for lane in (self.copy, self.scatter):
             lane.drain()
 
     def close(self) -> None:

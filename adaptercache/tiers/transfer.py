@@ -64,8 +64,8 @@ class Transfer:
             self.begin()
             if self._error is not None:
                 raise self._error
-            for event in self._landed[-1] if self._landed else ():
-                event.synchronize()
+            if self._landed and (last := self._landed[-1]) is not None:
+                last.synchronize()
         except BaseException:
             self._streams.drain()  # the pages go to others now
             raise
@@ -103,7 +103,7 @@ class Transfer:
             if isinstance(error, AdapterCacheError):
                 raise error
             raise LoadFailed("the adapter's copy to the GPU failed under a step") from error
-        for event in self._landed[chunk]:
+        if (event := self._landed[chunk]) is not None:
             torch.cuda.current_stream(self._way.stack.device).wait_event(event)
 
     def chunks_of_layers(self) -> list[int]:

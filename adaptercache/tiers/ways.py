@@ -40,8 +40,8 @@ MIN_CELL_BYTES = 32 << 10
 MAX_PITCH = (1 << 31) - 1
 """CUDA's, between a strided copy's rows."""
 
-Landed: TypeAlias = "tuple[torch.cuda.Event, ...]"
-"""When all of these have come, a chunk and those before it are in place."""
+Landed: TypeAlias = "torch.cuda.Event | None"
+"""When it has come, a chunk and those before it are in place; None: it has."""
 
 
 class Way(ABC):
@@ -95,7 +95,7 @@ class Way(ABC):
 
 
 class Strided(Way):
-    """Page after page, on two streams in turn, so that no gap between copies shows."""
+    """Page after page."""
 
     def __init__(self, streams: Streams, stack: LoraStack) -> None:
         super().__init__(streams, stack)
@@ -109,27 +109,21 @@ class Strided(Way):
         pieces: Iterable[Tensor],
         after: int,
     ) -> Iterator[Landed]:
-        stack, lanes = self.stack, self._streams.copies
+        stack, lane = self.stack, self._streams.copy
         arena, shape = stack.arena.data_ptr(), stack.shape
-        fence = self._streams.fence(after)
-        copiers = []
-        for lane in lanes:
-            lane.wait(fence)
-            with lane.use():
-                copiers.append(copy_rows_of(stack.device))
+        lane.wait(self._streams.fence(after))
         source, left = Bytes(iter(pieces)), spec.elements * shape.itemsize
         for first, count in self.chunks(len(pages)):
-            with lanes[0].use():  # the driver's calls are for this thread's current device
-                for turn, page in enumerate(pages[first : first + count]):
+            with lane.use():  # the driver's calls are for this thread's current device
+                copy_rows = copy_rows_of(stack.device)
+                for page in pages[first : first + count]:
                     nbytes = min(left, self._page_bytes)
-                    copy_rows = copiers[turn % len(copiers)]
                     lay_page(copy_rows, arena, shape, page, source.take(nbytes))
                     left -= nbytes
                 if not first:
                     row = self._rows.write(slot, spec, pages)
                     stack.table[slot].copy_(row, non_blocking=True)
-            marks = [lane.mark() for lane in lanes]
-            yield tuple(mark for mark in marks if mark is not None)
+            yield lane.mark()
 
 
 class Staged(Way):
@@ -149,7 +143,7 @@ class Staged(Way):
         pieces: Iterable[Tensor],
         after: int,
     ) -> Iterator[Landed]:
-        copy, scatter = self._streams.copies[0], self._streams.scatter
+        copy, scatter = self._streams.copy, self._streams.scatter
         row, table = self._page_ids[slot], self.stack.table[slot]
         scatter.wait(self._streams.fence(after))
         source, left = Source(pieces), spec.elements * self.stack.shape.itemsize
@@ -168,7 +162,7 @@ class Staged(Way):
                     table.copy_(row, non_blocking=True)
                 self.staging.lay(buffer, row[first : first + count])
             buffer.emptied = scatter.mark()
-            yield (buffer.emptied,) if buffer.emptied is not None else ()
+            yield buffer.emptied
 
 
 def way_for(streams: Streams, stack: LoraStack) -> Way:
