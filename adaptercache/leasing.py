@@ -112,7 +112,7 @@ class Leasing:
             ready = [(r, d) for r, d in decision.admitted if d not in coming]
             leases = {r.request_id: self._admitted(r, d) for r, d in ready}
             self._lifts.apply(decision)
-            self._lifter.copy(decision.loads)
+            self._lifter.copy(decision.loads, {digest for _, digest in decision.admitted if digest})
             admitted = [
                 (request, leases.get(request.request_id) or self._admitted(request, digest))
                 for request, digest in decision.admitted

@@ -7,7 +7,7 @@ calls it again, so an adapter climbs tier by tier while nobody holds a thread fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from functools import partial
 
@@ -242,19 +242,25 @@ class Lifter:
 
     # -- HOST → GPU
 
-    def copy(self, loads: Iterable[Load]) -> None:
-        """Start copies whose slots, pages and copies in CPU memory are reserved."""
-        for load in loads:
-            self._copy(load)
+    def copy(self, loads: Iterable[Load], led: Collection[Digest] = ()) -> None:
+        """Start copies whose slots, pages and copies in CPU memory are reserved.
 
-    def _copy(self, load: Load) -> None:
+        ``led``: steps are about to read these while they come.
+        """
+        for load in loads:
+            self._copy(load, load.digest in led)
+
+    def _copy(self, load: Load, is_led: bool) -> None:
         place = self._ledger.host[load.digest].place
         spec: VectorSpec = place.spec
         nbytes = spec.elements * self._layout.itemsize
 
         pieces = partial(self._host.views, place.runs, nbytes)
         after = self._ledger.gpu[load.digest].place.after
-        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after)
+        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after, hint=load.hint)
+        if is_led:
+            transfer.lead()
+            self._ledger.outbox.append(transfer.start)
 
         def work() -> None:
             self._gpu.write(load.slot, transfer)

@@ -33,7 +33,11 @@ def open_step(
             with LoraBatch(
                 gpu.stack, held.segments, pad_to=pad_to, rank_class=rank_class, wait=wait
             ) as batch:
-                yield batch
+                try:
+                    yield batch
+                finally:
+                    if arrivals is not None:
+                        arrivals.end()
                 if arrivals is not None and not arrivals.was_awaited:
                     raise RuntimeError(
                         "a pipelined adapter was still coming, and the step never waited for it: "

@@ -42,7 +42,9 @@ def copies(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
             idle.append(world.time_loads(adapters))
             host.append(world.queued_us)
         nbytes = sum(adapter.nbytes for adapter in adapters)
-        figures = {"nbytes": nbytes, **rates(nbytes, ours, plain), "least_share": least}
+        figures = {"nbytes": nbytes, **rates(nbytes, ours, plain)}
+        if way is ways.Staged:  # how demand is loaded
+            figures["least_share"] = least
         figures["host_us"] = round(statistics.median(host), 1)
         figures["with_host_us"] = round(statistics.median(idle), 1)
         figures["with_host_reference_us"] = round(statistics.median(plain_idle), 1)
@@ -50,7 +52,7 @@ def copies(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def variants(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
-    """Sizes of chunks and rings, programs of the scatter, and torch's; the adapter of 80 MiB."""
+    """Sizes of chunks and rings, and torch's own scatter; the adapter of 80 MiB."""
     adapter = [world.rest(16)]
     target = torch.empty(adapter[0].nbytes, dtype=torch.uint8, device=DEVICE)
     before = ways.STAGED_BYTES, ways.STRIDED_BYTES, ways.FIRST_BYTES, staging.RING
@@ -61,10 +63,6 @@ def variants(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
         way = ways.Staged(streams, stack)
         if how == "index_copy_":
             way.staging._lay = _index_copy
-        elif ON_GPU:
-            from adaptercache.kernels import lay
-
-            lay.PROGRAMS = int(how)
         return way
 
     def strided(chunk: int, first: int, count: int, how: str) -> ways.Way:
@@ -73,11 +71,10 @@ def variants(world: LoadWorld) -> Iterator[tuple[str, dict[str, object]]]:
 
     tried: list[tuple[Callable[[int, int, int, str], ways.Way], int, int, int, str]] = [
         (strided, 8, 4, 1, ""),
-        *((staged, 16, 4, 3, programs) for programs in ("8", "16", "32", "64", "2048")),
-        *((staged, chunk, first, 3, "32") for chunk in (8, 16) for first in (2, 4, 8)),
-        *((staged, 16, 4, ring, "32") for ring in (2, 4)),
+        (strided, 32, 4, 1, ""),
+        *((staged, chunk, first, 3, "kernel") for chunk in (8, 16) for first in (2, 4, 8)),
+        *((staged, 16, 4, ring, "kernel") for ring in (2, 4)),
         (staged, 16, 4, 3, "index_copy_"),
-        (staged, 16, 4, 3, "32"),
     ]
     try:
         for make, chunk, first, count, how in tried:

@@ -105,16 +105,10 @@ def decode_beside_loads(world: LoadWorld) -> Iterator[tuple[str, dict[str, objec
         "plain copies": plain,
     }
     if ON_GPU:
-        loads |= {f"staged {n} programs": bring for n in (8, 16, 64, 2048, 32)}
         loads["a kernel reads pinned memory"] = _kernel_reader(world, adapters[0], mine)
     for name, load in loads.items():
-        kind, programs = (name + " 0").split()[:2]
-        if kind in way:
-            world.take(way[kind])
-        if programs.isdigit() and int(programs):
-            from adaptercache.kernels import lay
-
-            lay.PROGRAMS = int(programs)
+        if name in way:
+            world.take(way[name])
         load(0)  # compiled
         alone = steps(world, replay, STEPS)
         with_loads, rate = _beside(world, replay, load)
@@ -129,7 +123,7 @@ def decode_beside_loads(world: LoadWorld) -> Iterator[tuple[str, dict[str, objec
             "slower": round(during / before - 1, 4),
             "load_GBps": round(rate, 2),
         }
-        if name == "strided":
+        if name == "strided":  # how hints are loaded
             figures["most_slower"] = 0.05
         yield f"decode step beside loads: {name}", figures
     for thread in range(2):
@@ -228,7 +222,8 @@ def first_step() -> Iterator[tuple[str, dict[str, object]]]:
         trial = FirstStep(cache, layout)
         for way in (ways.Strided, ways.Staged):
             stack = cache._gpu.stack
-            cache._gpu._memory = stack, way(cache._gpu.streams, stack)
+            made = way(cache._gpu.streams, stack)
+            cache._gpu._memory = stack, ways.Ways(made, made)
             wait_for_gpu()
             found: dict[str, list[list[float]]] = {"hit": [], "pipelined": [], "plain wait": []}
             for turn in range(22 if ON_GPU else 5):
@@ -248,7 +243,7 @@ def first_step() -> Iterator[tuple[str, dict[str, object]]]:
                 }
                 for place, what in enumerate(("admitted", "opened", "first_wait", "launched")):
                     figures[f"{what}_us"] = round(quartiles([t[place] for t in durations])[0], 1)
-                if how == "pipelined":
+                if how == "pipelined" and way is ways.Staged:  # how demand is loaded
                     figures["most_over_a_hit_us"] = 300
                 yield f"first step, {way.__name__.lower()}, {how}", figures
         trial.end()

@@ -18,7 +18,7 @@ from adaptercache.packing import VectorSpec
 from adaptercache.tiers.gpu import GpuTier
 from adaptercache.tiers.host import HostTier
 from adaptercache.tiers.transfer import Transfer
-from adaptercache.tiers.ways import Way
+from adaptercache.tiers.ways import Way, Ways
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -102,7 +102,7 @@ class LoadWorld:
 
     def take(self, way: Way) -> None:
         """Bring adapters in another way from now on."""
-        self.tier._memory = self.tier.stack, way
+        self.tier._memory = self.tier.stack, Ways(way, way)
         wait_for_gpu()
 
     def rest(self, rank: int, modules: Iterable[str] | None = None) -> Resting:

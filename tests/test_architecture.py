@@ -23,12 +23,12 @@ DECIDE = (
     *("batch", "waiting", "arena", "ledger", "lifts", "routing", "prefix"),
 )
 PARTS_OF_GPU = (
-    *("tiers.memory", "tiers.streams", "tiers.rows", "tiers.staging", "tiers.strided"),
+    *("tiers.streams", "tiers.rows", "tiers.staging", "tiers.strided"),
     *("tiers.ways", "tiers.transfer"),
 )
 PARTS_OF_HOST = ("tiers.pinned",)
 TIERS = (
-    *(*PARTS_OF_GPU, "tiers.gpu", *PARTS_OF_HOST, "tiers.host", "tiers.disk"),
+    *("tiers.memory", *PARTS_OF_GPU, "tiers.gpu", *PARTS_OF_HOST, "tiers.host", "tiers.disk"),
     *("tiers.remote", "tiers"),
 )
 LAYERS = (
@@ -175,9 +175,9 @@ def tiers_apart(modules: list[Module]) -> Iterator[str]:
     for module in modules:
         if module.name in TIERS and module.name != "tiers":
             is_gpu = module.name in (*PARTS_OF_GPU, "tiers.gpu")
-            allowed = set(PARTS_OF_GPU) if is_gpu else set()
+            allowed = {"tiers.memory", *(PARTS_OF_GPU if is_gpu else ())}
             if module.name == "tiers.host":
-                allowed = set(PARTS_OF_HOST)
+                allowed |= set(PARTS_OF_HOST)
             for other in sorted((module.ours(modules) & set(TIERS)) - allowed):
                 yield f"{module.name} imports {other}: no tier imports another"
 

@@ -14,7 +14,7 @@ from adaptercache.packing import VectorSpec
 from adaptercache.tiers.memory import free_bytes
 from adaptercache.tiers.streams import Streams
 from adaptercache.tiers.transfer import Arrivals, Transfer
-from adaptercache.tiers.ways import Way, way_for
+from adaptercache.tiers.ways import Ways
 
 __all__ = ["GpuTier"]
 
@@ -43,7 +43,7 @@ class GpuTier:
         self.device = device
         self.streams = Streams(device)
         self._num_slots = num_slots
-        self._memory: tuple[LoraStack, Way] | None = None
+        self._memory: tuple[LoraStack, Ways] | None = None
         self._coming: dict[int, Transfer] = {}  # by slot
         self.restore()
 
@@ -61,7 +61,7 @@ class GpuTier:
         """
         return self._allocated()[0]
 
-    def _allocated(self) -> tuple[LoraStack, Way]:
+    def _allocated(self) -> tuple[LoraStack, Ways]:
         if self._memory is None:
             raise AdapterCacheError(
                 "the arena is not allocated: after drop_gpu, call restore; after close, it is gone"
@@ -79,10 +79,10 @@ class GpuTier:
         try:
             stack = LoraStack(self.layout, self.shape, self._num_slots, self.device)
             with self.streams.scatter.use():  # its device is current, too
-                way = way_for(self.streams, stack)
+                ways = Ways.of(self.streams, stack)
             if self.device.type == "cuda":  # filled on this thread's stream, written on others
                 torch.cuda.synchronize(self.device)
-            self._memory = stack, way
+            self._memory = stack, ways
         except (RuntimeError, MemoryError) as error:
             if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and (
                 self.device.type != "cpu" or "allocate" not in str(error)
@@ -114,14 +114,18 @@ class GpuTier:
         spec: VectorSpec,
         pieces: Callable[[], Iterable[Tensor]],
         after: int = 0,
+        *,
+        hint: bool = False,
     ) -> Transfer:
         """An adapter is to come into these pages, which are free, and this slot. Touches no CUDA.
 
         Args:
             after: the last step that may use what was there (see `streams`).
+            hint: nobody waits for it yet.
             pieces: gives the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
         """
-        _, way = self._allocated()
+        _, ways = self._allocated()
+        way = ways.hint if hint else ways.demand
         transfer = Transfer(self.streams, way, slot, pages, spec, pieces, after)
         self._coming[slot] = transfer
         return transfer

@@ -14,7 +14,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from adaptercache.tiers.memory import free_bytes
+
 __all__ = ["give_back", "take_pinned"]
+
+_SPARE_BYTES = 64 << 20  # for others
 
 
 def take_pinned(nbytes: int) -> Tensor:
@@ -24,7 +28,9 @@ def take_pinned(nbytes: int) -> Tensor:
         OSError, MemoryError: the system has no such memory.
         RuntimeError: it locks no more of it. No CUDA error is left behind.
     """
-    memory = mmap.mmap(-1, nbytes)
+    if free_bytes(torch.device("cpu")) < nbytes + _SPARE_BYTES:  # else the system kills somebody
+        raise MemoryError(f"the system has no {nbytes} bytes free")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # it is faster, where the system has it
         memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
@@ -45,4 +51,4 @@ def give_back(tensor: Tensor) -> None:
 def _forget_error() -> None:
     """CUDA keeps a thread's last error for whoever asks next: here, a launch that is in vain."""
     with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+        torch.ones(1, device="cuda")

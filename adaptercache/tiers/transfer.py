@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -16,6 +17,8 @@ from adaptercache.tiers.streams import Streams
 from adaptercache.tiers.ways import Landed, Way
 
 __all__ = ["Arrivals", "Transfer"]
+
+LEAD_S = 0.01  # how long movers leave a transfer to a step
 
 
 class Transfer:
@@ -45,6 +48,7 @@ class Transfer:
         self._after = after
         self._chunks = way.chunks(len(self._pages))
         self._queueing = self._chunk_by_chunk()
+        self._led: threading.Event | None = None
         self._landed: list[Landed] = []  # of each chunk that was queued
         self._error: BaseException | None = None
 
@@ -61,6 +65,8 @@ class Transfer:
         """
         try:
             self._streams.wait_turn(self._after)
+            if self._led is not None:
+                self._led.wait(LEAD_S)
             self.begin()
             if self._error is not None:
                 raise self._error
@@ -88,6 +94,20 @@ class Transfer:
                 self._error = error
 
     # -- for steps
+
+    def lead(self) -> None:
+        """A step is about to read it: its thread queues the chunks as it needs them, and movers
+        keep out of its way until it has (`led`), for two that queue at once hinder each other."""
+        self._led = threading.Event()
+
+    def start(self) -> None:
+        """Queue the first chunk, so that it comes while the step is being prepared."""
+        self._queue(0)
+
+    def led(self) -> None:
+        """The step has made its last launch: the rest is a mover's."""
+        if self._led is not None:
+            self._led.set()
 
     def wait(self, chunk: int) -> None:
         """Make the current stream wait until this chunk, and all before it, are in place.
@@ -136,6 +156,11 @@ class Arrivals:
         self._waits = [(transfer, transfer.chunks_of_layers()) for transfer in transfers]
         self._past = [-1] * len(self._waits)  # the last chunk that was waited for
         self.was_awaited = False
+
+    def end(self) -> None:
+        """The step has made its last launch."""
+        for transfer, _ in self._waits:
+            transfer.led()
 
     def wait(self, layer: int) -> None:
         """Make the current stream wait for a layer; nothing while a CUDA graph is captured."""

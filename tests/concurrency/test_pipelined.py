@@ -173,8 +173,8 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_copy_that_fails_fails_the_step_and_leaks_nothing(
     tiny: Any, cache: AdapterCache, gate: Gate, breaks: list[int]
 ) -> None:
-    (lease,) = admitted(cache, asks("a"))
     breaks[0] = 1
+    (lease,) = admitted(cache, asks("a"))
     with pytest.raises(LoadFailed), cache.lora_batch([(lease, 1)]) as lora:
         lora.wait(0)
     gate.go_on.set()

@@ -54,7 +54,12 @@ def rng(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> rand
     monkeypatch.setattr(ways, "STAGED_BYTES", chunk)
     monkeypatch.setattr(ways, "STRIDED_BYTES", chunk)
     if request.param % 2:  # strided, else staged
-        monkeypatch.setattr(ways, "MIN_CELL_BYTES", 0)
+
+        def only_strided(streams: Any, stack: Any) -> ways.Ways:
+            way = ways.Strided(streams, stack)
+            return ways.Ways(way, way)
+
+        monkeypatch.setattr(ways.Ways, "of", only_strided)
     return rng
 
 
@@ -255,9 +260,10 @@ def test_memory_that_the_gpu_does_not_have_is_told_of_and_given_back(tiny: Any) 
 def test_page_locked_memory_that_is_refused_leaves_no_error_behind(tiny: Any) -> None:
     from adaptercache import CapacityError
     from adaptercache.tiers.host import HostTier
+    from adaptercache.tiers.memory import free_bytes
 
-    huge = 1 << 46
-    tier = HostTier(2, huge // 2, pinned=True, ahead=0)
+    huge = 2 * free_bytes(torch.device("cpu"))
+    tier = HostTier(2, huge, pinned=True, ahead=0)
     with pytest.raises(CapacityError, match="allow_pageable"):
         tier.views([(0, 1)], 16)
     torch.ones(1, device="cuda").add_(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import Tiny
@@ -84,7 +86,12 @@ def test_pieces_that_were_captured_wait_for_their_layer(
     for name in ("STAGED_BYTES", "STRIDED_BYTES"):
         monkeypatch.setattr(ways, name, 4096)
     if way == "strided":
-        monkeypatch.setattr(ways, "MIN_CELL_BYTES", 0)
+
+        def only_strided(streams: Any, stack: Any) -> ways.Ways:
+            strided = ways.Strided(streams, stack)
+            return ways.Ways(strided, strided)
+
+        monkeypatch.setattr(ways.Ways, "of", only_strided)
     wait = Lane.wait
 
     def wait_after_a_sleep(lane: Lane, event: torch.cuda.Event | None) -> None:

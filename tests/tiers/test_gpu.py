@@ -142,11 +142,10 @@ class TestStridedCopies(TierContract):
 
     @contextmanager
     def tier(self) -> Iterator[Pages]:
-        before, ways.MIN_CELL_BYTES = ways.MIN_CELL_BYTES, 0
-        try:
-            yield Pages(gpu_tier())
-        finally:
-            ways.MIN_CELL_BYTES = before
+        tier = gpu_tier()
+        way = ways.Strided(tier.streams, tier.stack)
+        tier._memory = tier.stack, ways.Ways(way, way)
+        yield Pages(tier)
 
 
 def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
