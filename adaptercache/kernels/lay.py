@@ -11,9 +11,13 @@ from torch import Tensor
 
 from adaptercache.kernels.binary import Binary
 
-__all__ = ["lay"]
+__all__ = ["PROGRAMS", "lay"]
 
-_WORDS = 2048  # 16 KiB a program. Fewer programs that stride take more from the model's kernels.
+PROGRAMS = 64
+"""They keep up with the link several times over. Fewer take longer, and more from the model's
+kernels beside them; more make the last chunk no faster."""
+
+_WORDS = 4096  # 32 KiB at a time
 
 
 def lay_kernel(
@@ -21,37 +25,44 @@ def lay_kernel(
     chunk,  # int64 [n, ROWS, CELL]
     pages,  # int32 [n]
     num_pages,
+    units,  # n * ROWS * blocks of a cell
     ROWS: tl.constexpr,
     CELL: tl.constexpr,  # words a cell
     BLOCK: tl.constexpr,
 ):
-    """Semantics: ``arena[r, pages[i], :] = chunk[i, r, :]``. A program moves a block of a cell."""
+    """Semantics: ``arena[r, pages[i], :] = chunk[i, r, :]``, a block of a cell at a time."""
     PARTS: tl.constexpr = (CELL + BLOCK - 1) // BLOCK
-    cell, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    page = tl.load(pages + cell // ROWS).to(tl.int64)
-    # [BLOCK]
-    word = part * BLOCK + tl.arange(0, BLOCK)
-    mask = word < CELL
-    value = tl.load(chunk + cell * CELL + word, mask=mask)
-    tl.store(arena + (cell % ROWS * num_pages + page) * CELL + word, value, mask=mask)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        cell, part = unit // PARTS, unit % PARTS
+        page = tl.load(pages + cell // ROWS).to(tl.int64)
+        # [BLOCK]
+        word = part * BLOCK + tl.arange(0, BLOCK)
+        mask = word < CELL
+        value = tl.load(chunk + cell * CELL + word, mask=mask)
+        tl.store(arena + (cell % ROWS * num_pages + page) * CELL + word, value, mask=mask)
 
 
 # What the numbers are makes no other binary, nor where in a row the pages begin.
 lay_kernel = triton.jit(
-    lay_kernel, do_not_specialize=["num_pages"], do_not_specialize_on_alignment=["pages"]
+    lay_kernel,
+    do_not_specialize=["num_pages", "units"],
+    do_not_specialize_on_alignment=["pages"],
 )
 
 
 @cache
 def _binary(rows: int, words: int, block: int) -> Binary:
     constants = {"ROWS": rows, "CELL": words, "BLOCK": block}
-    return Binary(lay_kernel, constants, (torch.int64, torch.int64, torch.int32, 1), num_warps=4)
+    types = (torch.int64, torch.int64, torch.int32, 1, 1)
+    return Binary(lay_kernel, constants, types, num_warps=8)
 
 
 def lay(arena: Tensor, chunk: Tensor, pages: Tensor) -> None:
     """See `cells.lay_into_cells`."""
     rows, num_pages, words = arena.shape
     block = min(_WORDS, triton.next_power_of_2(words))
-    programs = len(chunk) * rows * triton.cdiv(words, block)
-    args = (arena, chunk, pages, num_pages)
-    _binary(rows, words, block).launch(programs, args, arena.device, aligned=True, pdl=False)
+    units = len(chunk) * rows * triton.cdiv(words, block)
+    args = (arena, chunk, pages, num_pages, units)
+    _binary(rows, words, block).launch(
+        min(units, PROGRAMS), args, arena.device, aligned=True, pdl=False
+    )

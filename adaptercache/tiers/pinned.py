@@ -30,7 +30,7 @@ def take_pinned(nbytes: int) -> Tensor:
     """
     if free_bytes(torch.device("cpu")) < nbytes + _SPARE_BYTES:  # else the system kills somebody
         raise MemoryError(f"the system has no {nbytes} bytes free")
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes)  # shared: a fork must not move pages away from the GPU
     with suppress(OSError, AttributeError):  # it is faster, where the system has it
         memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
