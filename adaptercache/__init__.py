@@ -5,6 +5,7 @@ import logging
 from adaptercache.base_model import BaseModel
 from adaptercache.batch import Request
 from adaptercache.cache import AdapterCache
+from adaptercache.checkpoint import ReadOptions
 from adaptercache.errors import (
     AdapterCacheError,
     AdapterInvalid,
@@ -40,6 +41,7 @@ __all__ = [
     "Lease",
     "LoadFailed",
     "LoraLayout",
+    "ReadOptions",
     "Request",
     "Source",
     "Stats",

@@ -9,19 +9,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from adaptercache.base_module import BaseModule, ModuleKind, broken_base
+from adaptercache.base_module import (
+    LARGEST_SIZE,
+    MOST_LAYERS,
+    BaseModule,
+    ModuleKind,
+    broken_base,
+)
 from adaptercache.errors import AdapterUnsupported
 from adaptercache.families import modules_by_config
+from adaptercache.regular_file import open_regular
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["BaseModel", "BaseModule", "ModuleKind"]
+
+_LARGEST_CONFIG = 4 << 20
+_COUNTS = re.compile(r"(layers?|blocks|depths?|experts|labels)$", re.ASCII)
+"""Fields by which a model class repeats its modules, or a config its lines."""
+
+_MOST_CALLS = 1_000_000
+"""Of torch, to lay a model out: seconds. The models with most modules take a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +130,11 @@ def _heads(field: Callable[[str], Any]) -> tuple[int, int] | None:
 def _table_entry(path: str, entry: Mapping[str, object]) -> BaseModule:
     kind = entry.get("kind")
     shape = entry.get("out_in", entry.get("shape"))
-    sound = isinstance(shape, (list, tuple)) and all(type(n) is int and n > 0 for n in shape)
+    sound = isinstance(shape, (list, tuple)) and all(
+        type(n) is int and 0 < n <= LARGEST_SIZE for n in shape
+    )
     if kind not in get_args(ModuleKind) or not sound:
-        raise broken_base(path, dict(entry), f"one of {get_args(ModuleKind)} and a shape")
+        raise broken_base(path, _shown(entry), f"one of {get_args(ModuleKind)} and a shape")
     return BaseModule(
         cast(ModuleKind, kind),
         tuple(cast("list[int]", shape)),
@@ -124,20 +142,43 @@ def _table_entry(path: str, entry: Mapping[str, object]) -> BaseModule:
     )
 
 
+def _shown(entry: Mapping[str, object]) -> str:
+    try:
+        return f"{dict(entry)!r:.200}"
+    except ValueError:  # a number that Python won't write out
+        return "a number of thousands of digits"
+
+
 def _read_config(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.exists() and (adapter := path / "adapter_config.json").exists():
         file = adapter  # only to be told what it is
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise broken_base(str(file), error, "a config.json") from error
+        with open_regular(file) as opened:
+            text = opened.read(_LARGEST_CONFIG + 1)
+        if len(text) > _LARGEST_CONFIG:
+            raise ValueError(f"more than {_LARGEST_CONFIG} bytes")
+        content = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise broken_base(str(file), f"{error!s:.200}", "a config.json") from error
     if not isinstance(content, dict):
         raise broken_base(str(file), type(content).__name__, "a JSON object")
     return content
 
 
+def _check_counts(content: Mapping[str, Any], where: str = "") -> None:
+    """Raises AdapterInvalid where a config, or one inside of it, repeats something too often."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            _check_counts(value, f"{where}{key}.")
+        elif _COUNTS.search(str(key)):
+            for count in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(count, int) and count > MOST_LAYERS:
+                    raise broken_base(f"{where}{key}", count, f"at most {MOST_LAYERS}")
+
+
 def _through_transformers(content: Mapping[str, Any], model_type: str) -> BaseModel:
+    _check_counts(content)
     try:
         import torch
         import transformers
@@ -154,16 +195,36 @@ def _through_transformers(content: Mapping[str, Any], model_type: str) -> BaseMo
             # Saved models name their class; of a config that was made in memory the type tells.
             speaks = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
             sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            auto = "AutoModelForImageTextToText" if sees and not speaks else "AutoModelForCausalLM"
+            sees &= not speaks or "vision_config" in content
+            auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
             build = getattr(transformers, auto).from_config
-        with torch.device("meta"):
-            return BaseModel.from_model(build(config))
+        with _bounded_work(), torch.device("meta"):
+            model = build(config)
+        return BaseModel.from_model(model)
     except Exception as error:  # whatever a model class raises on a config that it can't take
         raise AdapterUnsupported(
             f"base model {model_type!r}",
             where="model_type",
             remedy="transformers can't lay it out; use BaseModel.from_model or from_table",
         ) from error
+
+
+def _bounded_work() -> AbstractContextManager[object]:
+    """Ends what calls torch more than `_MOST_CALLS` times, whatever makes it do so."""
+    from torch.overrides import TorchFunctionMode
+
+    class Bounded(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.calls += 1
+            if self.calls > _MOST_CALLS:
+                raise RuntimeError(f"it takes more than {_MOST_CALLS} calls of torch")
+            return func(*args, **(kwargs or {}))
+
+    return Bounded()
 
 
 def _entries_of(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, BaseModule]]:

@@ -7,7 +7,13 @@ from typing import Literal, TypeAlias
 
 from adaptercache.errors import AdapterInvalid
 
-__all__ = ["BaseModule", "ModuleKind", "broken_base"]
+__all__ = ["LARGEST_SIZE", "MOST_LAYERS", "BaseModule", "ModuleKind", "broken_base"]
+
+LARGEST_SIZE = (1 << 31) - 1
+"""Of one dimension of a weight: far over any model's."""
+
+MOST_LAYERS = 10_000
+"""The table of a base has a line for each module of each layer."""
 
 ModuleKind: TypeAlias = Literal["linear", "conv1d", "embedding", "parameter"]
 
@@ -30,6 +36,9 @@ class BaseModule:
 
 
 def broken_base(where: str, found: object, expected: str) -> AdapterInvalid:
+    """The error for a field, or a line of a table, that no model can have."""
+    if isinstance(found, int) and found.bit_length() > 64:  # Python won't write out the longest
+        found = f"a number of {found.bit_length()} bits"
     return AdapterInvalid(
         "the base model's config or table is broken", where=where, found=found, expected=expected
     )

@@ -44,6 +44,9 @@ class Request:
 
     def __post_init__(self) -> None:
         check_id(self.adapter_id)
+        for name in ("num_tokens", "kv_pages"):
+            if not hasattr(value := getattr(self, name), "__index__"):
+                raise TypeError(f"{name} is {value!r:.80}: give an int")
         if self.num_tokens < 0 or self.kv_pages < 0:
             raise ValueError(f"{self}: num_tokens and kv_pages are not negative")
 

@@ -151,9 +151,9 @@ class AdapterCache:
             See `Admission`. Every lease in it is ready and is the caller's to release.
 
         Raises:
-            CacheClosed: nothing else.
+            CacheClosed, TypeError: nothing else.
         """
-        return self._leasing.admit(tuple(waiting), running, max_adapters)
+        return self._leasing.admit(waiting, running, max_adapters)
 
     @contextmanager
     def lora_batch(
@@ -165,8 +165,7 @@ class AdapterCache:
     ) -> Iterator[LoraBatch]:
         """The batch of one step; the step's launches are made inside the ``with`` block.
 
-        It holds every adapter that it lists until the block's end, so leases may be released
-        meanwhile.
+        It holds every adapter that it lists, so leases may be released meanwhile.
 
         Args:
             pairs: ``(lease, number of tokens)`` in the order of the tokens.
@@ -175,11 +174,11 @@ class AdapterCache:
 
         Raises:
             RuntimeError: a lease that is not ready, or was released.
-            ValueError: more tokens than ``pad_to``, or ranks over ``rank_to``.
+            TypeError, ValueError: no such pairs; more tokens, or ranks, than was said.
             AdapterCacheError: the GPU's memory was given back (`drop_gpu`), or a pipelined
                 adapter's copy has failed.
         """
-        with open_step(self._leasing, self._gpu, list(pairs), pad_to, rank_to) as batch:
+        with open_step(self._leasing, self._gpu, pairs, pad_to, rank_to) as batch:
             yield batch
 
     @property

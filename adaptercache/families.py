@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from adaptercache.base_module import BaseModule, broken_base
+from adaptercache.base_module import LARGEST_SIZE, MOST_LAYERS, BaseModule, broken_base
 
 __all__ = ["modules_by_config"]
 
@@ -64,12 +64,12 @@ class _Fields:
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._content = content
 
-    def number(self, key: str, default: int | None = None) -> int:
+    def number(self, key: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
         value = self._content.get(key)
         if value is None:
             value = default
-        if type(value) is not int or value <= 0:
-            raise broken_base(key, value, "a positive integer")
+        if type(value) is not int or not 0 < value <= most:
+            raise broken_base(key, value, f"a positive integer up to {most}")
         return value
 
     def labels(self) -> int:
@@ -82,7 +82,7 @@ def _decoder(fields: _Fields, family: _Family, head: _Head) -> Iterator[tuple[st
     body = "" if head == "none" else "model."
     yield f"{body}embed_tokens", BaseModule("embedding", (vocabulary, hidden))
     layer = _decoder_layer(fields, family)
-    for index in range(fields.number("num_hidden_layers")):
+    for index in range(fields.number("num_hidden_layers", most=MOST_LAYERS)):
         for name, shape in layer.items():
             yield f"{body}layers.{index}.{name}", BaseModule("linear", shape)
     # lm_head is a module of its own even where its weight is tied to embed_tokens.

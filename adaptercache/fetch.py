@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptercache.checkpoint import Checkpoint, ReadOptions, read_checkpoint
-from adaptercache.errors import AdapterInvalid, AdapterNotFound, AdapterUnsupported, LoadFailed
+from adaptercache.errors import (
+    AdapterCacheError,
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterUnsupported,
+    LoadFailed,
+)
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.layout import LoraLayout
 from adaptercache.ledger import Ledger
@@ -105,6 +111,10 @@ class Fetcher:
             spec = self._packed_spec(digest)
             if spec is not None:
                 return Fetched(key, digest, spec.elements, 0)
+            with self._folder() as folder:
+                checkpoint = self._read_here(digest, folder)
+                if checkpoint is not None:
+                    return self._pack(folder, key, checkpoint, 0)
         return self._download(source, key)
 
     def _packed_spec(self, digest: Digest) -> VectorSpec | None:
@@ -116,8 +126,7 @@ class Fetcher:
             return None
 
     def _download(self, source: Source, key: AdapterKey) -> Fetched:
-        folder = self._disk.new_folder()
-        try:
+        with self._folder() as folder:
             files = source.files(key.adapter_id, key.revision)
             _check_names(files)
             nbytes = sum(files.values())
@@ -125,11 +134,35 @@ class Fetcher:
                 for name, size in files.items():
                     _copy_file(source, key, name, size, folder / name)
             checkpoint = read_checkpoint(folder, self._layout.base, options=self._options)
-            spec = spec_of(checkpoint, self._layout)
-            # Claimed anew, as one sum: two downloads that each hold a part would wait for ever.
-            with self._claimed(nbytes + packed_size(self._layout, spec)):
-                self._publish(folder, key, checkpoint)
-            return Fetched(key, checkpoint.digest, spec.elements, nbytes)
+            return self._pack(folder, key, checkpoint, nbytes)
+
+    def _read_here(self, digest: Digest, folder: Path) -> Checkpoint | None:
+        """Content that was published here for another layout, or another rank of a cut model; its
+        files are then in ``folder`` too. None where they are not what they were, or gone."""
+        try:
+            for file in self._disk.folder(digest).iterdir():
+                if not _PACKED.fullmatch(file.name):
+                    os.link(file, folder / file.name)
+            checkpoint = read_checkpoint(folder, self._layout.base, options=self._options)
+        except (AdapterCacheError, OSError):
+            return None
+        return checkpoint if checkpoint.digest == digest else None
+
+    def _pack(self, folder: Path, key: AdapterKey, checkpoint: Checkpoint, nbytes: int) -> Fetched:
+        """Publish a folder with its packed file; ``nbytes`` came from the source."""
+        spec = spec_of(checkpoint, self._layout)
+        # Claimed anew, as one sum: two downloads that each hold a part would wait for ever. Of what
+        # was here before, the files are linked and counted already.
+        with self._claimed(nbytes + packed_size(self._layout, spec)):
+            self._publish(folder, key, checkpoint)
+        return Fetched(key, checkpoint.digest, spec.elements, nbytes)
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """A folder for what is not published yet; gone at the end, but for what was."""
+        folder = self._disk.new_folder()
+        try:
+            yield folder
         except (AdapterInvalid, AdapterUnsupported) as error:
             # The temporary folder would tell nobody anything.
             error.where = error.where.replace(f"{folder}/", "").replace(str(folder), "")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from adaptercache.arena import GpuPlace
 from adaptercache.batch import Decision, Request, plan
@@ -36,12 +37,12 @@ GPU = Tier.GPU.value
 
 @dataclass(slots=True)
 class Held:
-    """The adapters of a batch: ``segments`` are ``(slot, number of tokens)``; the slots ``coming``
-    are still being copied to the GPU. ``step``: the number of the step that reads them, once it
-    has one."""
+    """The adapters of a batch: ``segments`` are ``(slot, number of tokens)``, ``ranks`` the largest
+    of each slot; the slots ``coming`` are still being copied to the GPU. ``step``: the number of
+    the step that reads them, once it has one."""
 
     segments: list[tuple[int, int]]
-    max_rank: int
+    ranks: dict[int, int]
     coming: list[int]
     step: int = 0
 
@@ -95,11 +96,17 @@ class Leasing:
 
     def admit(
         self,
-        waiting: Sequence[Request],
+        waiting: Iterable[Request],
         running: Iterable[tuple[Request, Lease]],
         max_adapters: int | None,
     ) -> Admission:
-        digests = {lease.digest for _, lease in running}
+        waiting = _all_of("waiting", waiting)
+        for request in waiting:
+            if not isinstance(request, Request):
+                raise TypeError(f"waiting has {request!r:.80}: give a Request")
+        digests = _digests_of(_all_of("running", running))
+        if not isinstance(max_adapters, (int, type(None))):
+            raise TypeError(f"max_adapters is {max_adapters!r:.80}: give an int, or None")
         with self._deciding.lock:
             self._deciding.check_open()
             decision = plan(
@@ -109,13 +116,12 @@ class Leasing:
                 max_adapters=max_adapters,
             )
             coming = {load.digest for load in decision.loads}
-            ready = [(r, d) for r, d in decision.admitted if d not in coming]
-            leases = {r.request_id: self._admitted(r, d) for r, d in ready}
+            leases = [None if d in coming else self._admitted(r, d) for r, d in decision.admitted]
             self._lifts.apply(decision)
             self._lifter.copy(decision.loads, {digest for _, digest in decision.admitted if digest})
             admitted = [
-                (request, leases.get(request.request_id) or self._admitted(request, digest))
-                for request, digest in decision.admitted
+                (request, lease or self._admitted(request, digest))
+                for lease, (request, digest) in zip(leases, decision.admitted, strict=True)
             ]
             self._note_waiting(decision)
             self._ledger.waiting.bypasses += bool(decision.admitted)
@@ -154,34 +160,31 @@ class Leasing:
             ledger.counters.requests["none", "failed"] += len(decision.failed)
 
     @contextmanager
-    def hold(self, pairs: Sequence[tuple[Lease, int]]) -> Iterator[Held]:
+    def hold(self, pairs: Iterable[tuple[Lease, int]]) -> Iterator[Held]:
         """Hold the adapters of a batch once more, whatever becomes of their leases.
 
         Raises:
             RuntimeError: a lease that is not ready, or was released.
+            TypeError, ValueError: no such pairs.
             AdapterCacheError: the copy that a pipelined lease waits for has failed.
         """
-        segments: list[tuple[int, int]] = []
-        copies: dict[Digest, Copy[GpuPlace]] = {}
-        gpu = self._ledger.gpu
+        pairs = _all_of("pairs", pairs)
         with self._deciding.lock:
             self._deciding.check_open()
             self._ledger.waiting.kv_promised = 0
-            for lease, tokens in pairs:
-                grant = lease.served()
-                if grant is None:
-                    segments.append((BASE_SLOT, tokens))
-                    continue
-                segments.append((grant.slot, tokens))
-                if grant.digest not in copies:
-                    copy = copies[grant.digest] = gpu[grant.digest]
-                    if copy.error is not None:
-                        raise copy.error.copy_for(grant.adapter_id)
+            try:
+                segments, copies = self._segments_of(pairs)
+            except (TypeError, ValueError, AttributeError):
+                meant = "(Lease, number of tokens)"
+                raise _no_pair("pairs", pairs, (Lease, int), meant) from None
             for copy in copies.values():
-                gpu.lease(copy)
+                if copy.error is not None:
+                    raise copy.error.copy_for(None)
+            for copy in copies.values():
+                self._ledger.gpu.lease(copy)
         held = Held(
             segments,
-            max((copy.place.max_rank for copy in copies.values()), default=0),
+            {copy.place.slot: copy.place.max_rank for copy in copies.values()},
             [copy.place.slot for copy in copies.values() if copy.state is State.LOADING],
         )
         try:
@@ -189,8 +192,25 @@ class Leasing:
         finally:
             with self._deciding.freeing():
                 for copy in copies.values():
-                    gpu.used_in(copy, held.step)
+                    self._ledger.gpu.used_in(copy, held.step)
                     self._ledger.unhold(Tier.GPU, copy.digest)
+
+    def _segments_of(
+        self, pairs: Iterable[tuple[Lease, int]]
+    ) -> tuple[list[tuple[int, int]], dict[Digest, Copy[GpuPlace]]]:
+        segments: list[tuple[int, int]] = []
+        copies: dict[Digest, Copy[GpuPlace]] = {}
+        gpu = self._ledger.gpu
+        for lease, tokens in pairs:
+            grant = lease.served()
+            if grant is None:
+                segments.append((BASE_SLOT, tokens))
+                continue
+            segments.append((grant.slot, tokens))
+            if grant.digest not in copies:
+                copies[grant.digest] = gpu[grant.digest]
+        operator.index(sum(tokens for _, tokens in segments))
+        return segments, copies
 
     def take_back(self, grant: Grant) -> None:
         """A lease is released; whoever waits for room may get it now."""
@@ -235,3 +255,29 @@ class Leasing:
         self._told.put(None)
         if self._janitor is not threading.current_thread():
             self._janitor.join()
+
+
+# What callers give. Looked at closely only once it has failed: a step must not pay for it.
+
+
+def _all_of(name: str, values: Iterable[Any]) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} is {values!r:.80}: give a list") from None
+
+
+def _digests_of(running: list[tuple[Request, Lease]]) -> set[Digest | None]:
+    try:
+        return {lease.digest for _, lease in running}
+    except (TypeError, ValueError, AttributeError):
+        raise _no_pair("running", running, (object, Lease), "(Request, Lease)") from None
+
+
+def _no_pair(name: str, values: list[Any], kinds: tuple[type, type], meant: str) -> TypeError:
+    """The error for the first of ``values`` that is no pair of these kinds."""
+    for place, value in enumerate(values):
+        is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+        if not is_pair or not all(map(isinstance, value, kinds)):
+            return TypeError(f"{name}[{place}] is {value!r:.80}: give {meant}")
+    return TypeError(f"{name}: give {meant}")

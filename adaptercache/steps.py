@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from adaptercache.kernels import LoraBatch, rank_class_of
@@ -17,21 +17,21 @@ __all__ = ["open_step"]
 def open_step(
     leasing: Leasing,
     gpu: GpuTier,
-    pairs: Sequence[tuple[Lease, int]],
+    pairs: Iterable[tuple[Lease, int]],
     pad_to: int | None,
     rank_to: int | None,
 ) -> Iterator[LoraBatch]:
     """See `AdapterCache.lora_batch`."""
     with leasing.hold(pairs) as held:
-        rank = held.max_rank
+        rank = max(held.ranks.values(), default=0)
         if rank_to is not None and rank > rank_to:
             raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
-        rank_class = rank_class_of(rank_to or rank)
+        to = rank_class_of(rank_to or rank)
         with gpu.streams.step() as held.step:
             arrivals = gpu.arrivals(held.coming)
             wait = arrivals.wait if arrivals is not None else None
             with LoraBatch(
-                gpu.stack, held.segments, pad_to=pad_to, rank_class=rank_class, wait=wait
+                gpu.stack, held.segments, pad_to=pad_to, rank_class=to, ranks=held.ranks, wait=wait
             ) as batch:
                 try:
                     yield batch

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from adaptercache.kernels import rank_class_of, variants
-from adaptercache.kernels.tuning import bgmv_blocks, sgmv_blocks
+from adaptercache.kernels import LoraStack, rank_class_of, variants
+from adaptercache.kernels.tuning import bgmv_blocks, rows_alike, sgmv_blocks
 from adaptercache.layout import ArenaShape
 from kernel_cases import SHAPES, Case
 
@@ -23,16 +23,18 @@ class Blocks:
 
     changes: tuple[tuple[str, int], ...] = ()
 
-    def choose(self) -> None:
-        """Make every launch from now on use them."""
+    def choose(self, stack: LoraStack | None = None) -> None:
+        """Make every launch from now on use them, over ``stack`` too where it was used before."""
 
         def changed(blocks: Any) -> Any:
             return replace(blocks, **dict(self.changes))
 
-        vars(variants)["bgmv_blocks"] = lambda *shape: changed(bgmv_blocks(*shape))
-        vars(variants)["sgmv_blocks"] = lambda *shape: changed(sgmv_blocks(*shape))
+        vars(variants)["bgmv_blocks"] = lambda *shape, **kind: changed(bgmv_blocks(*shape, **kind))
+        vars(variants)["sgmv_blocks"] = lambda *shape, **kind: changed(sgmv_blocks(*shape, **kind))
         variants._bgmv_pair.cache_clear()
         variants._sgmv_pair.cache_clear()
+        if stack is not None:
+            stack._groups.clear()
 
 
 RULE = Blocks()
@@ -50,23 +52,28 @@ class _Stack:
         """None is needed."""
 
 
-def _compile(shape_name: str, rank_class: int, is_decode: bool, blocks: Blocks) -> str:
+def _compile(shape_name: str, rank_class: int, num_rows: int, blocks: Blocks) -> str:
     """What went wrong, or nothing."""
     shape = SHAPES[shape_name]
     stack: Any = _Stack(ArenaShape(shape.rows, 1, shape.page_bytes, 2), torch.device("cuda", 0))
     blocks.choose()
     try:
-        rows = 1 if is_decode else 2048
-        variants.compile_group(stack, shape.k, shape.widths, rank_class, rows)
+        variants.compile_group(stack, shape.k, shape.widths, rank_class, num_rows)
     except Exception as e:  # a choice that doesn't fit the GPU: told, and left out
         return f"{shape_name} {rank_class} {blocks.changes}: {e!r}"
     return ""
 
 
+def _rows_alike(case: Case) -> int:
+    shape = SHAPES[case.shape]
+    elements = len(shape.widths) * shape.k + sum(shape.widths)
+    return rows_alike(elements, rank_class_of(case.max_rank), case.tokens)
+
+
 def compile_all(wanted: Iterable[tuple[Case, Blocks]]) -> list[str]:
     """Compile what these cases launch with these blocks. Returns what went wrong."""
     jobs = {
-        (case.shape, rank_class_of(case.max_rank), case.phase == "decode", blocks)
+        (case.shape, rank_class_of(case.max_rank), _rows_alike(case), blocks)
         for case, blocks in wanted
     }
     spawn = multiprocessing.get_context("spawn")

@@ -18,7 +18,7 @@ from kernel_cases import SHAPES, Case
 
 ROTATE_BYTES = 150_000_000  # weights, inputs and outputs of all layers: beyond the L2
 MAX_LAYERS = 600
-ERROR = 0.03  # largest, over the RMS of the term: bfloat16 rounds once
+ERROR = 0.02  # largest, over the RMS of the term, beyond the one rounding of y to bfloat16
 CHECKED_ROWS = 12
 NAMES = {1: ("o_proj",), 2: ("gate_proj", "up_proj"), 3: ("q_proj", "k_proj", "v_proj")}
 
@@ -58,6 +58,7 @@ class World:
             for rank in {first.rank_of(slot) for slot in range(adapters)}
         }
         ranks = [first.rank_of(slot) for slot in range(adapters)]
+        self.ranks = dict(enumerate(ranks))
         arena = ArenaShape(shape.rows, 1, shape.page_bytes, 2)
         pages_of = [arena.pages_for(specs[rank].elements) for rank in ranks]
         arena = ArenaShape(shape.rows, sum(pages_of), shape.page_bytes, 2)
@@ -77,7 +78,9 @@ class World:
         rank_class = rank_class_of(case.max_rank)
 
         def batch_of(segments: list[tuple[int, int]]) -> LoraBatch:
-            return LoraBatch(self.stack, segments, pad_to=case.tokens, rank_class=rank_class)
+            return LoraBatch(
+                self.stack, segments, pad_to=case.tokens, rank_class=rank_class, ranks=self.ranks
+            )
 
         def step(batch: LoraBatch) -> None:
             for layer in range(layers):
@@ -97,18 +100,21 @@ class World:
         y.fill_(math.nan)
         y.zero_()
         run()
-        error, rms_ratio = self._errors(case, x, y, {0, layers - 1})
-        if not error <= ERROR:
-            raise AssertionError(f"{case.name}: error {error}")
+        error, beyond, rms_ratio = self._errors(case, x, y, {0, layers - 1})
+        if not beyond <= ERROR:
+            raise AssertionError(f"{case.name}: error {error}, {beyond} beyond y's rounding")
         times = _times(run, layers, milliseconds, is_graph=case.phase == "decode")
         low, median, high = statistics.quantiles(times, n=4)
         return Figure(median, low, high, error, rms_ratio, layers)
 
-    def _errors(self, case: Case, x: Tensor, y: Tensor, layers: set[int]) -> tuple[float, float]:
-        """Against float64, of some rows."""
+    def _errors(
+        self, case: Case, x: Tensor, y: Tensor, layers: set[int]
+    ) -> tuple[float, float, float]:
+        """Against float64, of some rows: the largest over the RMS; that beyond y's rounding; and
+        the RMS of errors over that of rounding once."""
         slots = [slot for slot, tokens in case.segments() for _ in range(tokens)]
         rows = sorted({round(i * (case.tokens - 1) / CHECKED_ROWS) for i in range(CHECKED_ROWS)})
-        worst, squares, once = 0.0, 0.0, 0.0
+        worst, beyond, squares, once = 0.0, 0.0, 0.0, 0.0
         for layer in layers:
             first = 0
             for module, width in zip(self.modules, self.shape.widths, strict=True):
@@ -119,11 +125,13 @@ class World:
                     assert found is not None
                     a, b, scaling = found
                     want[i] = (x[layer, row].double() @ a.double().t()) @ b.double().t() * scaling
-                worst = max(worst, float((got - want).abs().max() / want.square().mean().sqrt()))
+                errors, rms = (got - want).abs(), want.square().mean().sqrt()
+                worst = max(worst, float(errors.max() / rms))
+                beyond = max(beyond, float((errors - want.abs() / 256).max() / rms))
                 squares += float((got - want).square().sum())
                 once += float((want.bfloat16().double() - want).square().sum())
                 first += width
-        return worst, math.sqrt(squares / once)
+        return worst, beyond, math.sqrt(squares / once)
 
 
 def _layers(case: Case) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from adaptercache.kernels import rank_class_of
 from adaptercache.kernels.tuning import bgmv_blocks, sgmv_blocks
+from adaptercache.kernels.work import LONG, SHORT
 from kernel_cases import SHAPES, Case, all_cases
 from kernel_compile import RULE, Blocks, compile_all
 from kernel_world import World
@@ -24,17 +25,19 @@ from kernel_world import World
 FIELDS = {
     "decode": {
         "bk": (256, 512),
-        "group_bk": (256, 512, 1024, 2048),
+        "group_bk": (256, 512, 1024),
         "dot_bk": (64, 128, 256),
         "group_bn": (64, 128, 256),
         "shrink_warps": (1, 2, 4),
         "expand_warps": (1, 2, 4),
         "shrink_stages": (2, 3, 4),
         "expand_stages": (1, 2, 3),
+        "in_runs": (False, True),
+        "all_singles": (False, True),
     },
     "prefill": {
         "bk": (64, 128, 256),
-        "splits": (2, 4, 8, 16),
+        "splits": (1, 2, 4, 8),
         "bn": (64, 128, 256),
         "shrink_strip": (32, 64),
         "expand_strip": (16, 32, 64),
@@ -51,8 +54,14 @@ def changes(case: Case) -> Iterator[Blocks]:
     """The rule's choice, and each that differs from it in one field."""
     yield RULE
     shape = SHAPES[case.shape]
-    rule = bgmv_blocks if case.phase == "decode" else sgmv_blocks
-    chosen = asdict(rule(shape.k, shape.widths, rank_class_of(case.max_rank)))
+    key = (shape.k, shape.widths, rank_class_of(case.max_rank))
+    chosen = asdict(
+        bgmv_blocks(
+            *key, itemsize=2, is_short=case.tokens <= SHORT, all_singles=case.tokens <= SHORT
+        )
+        if case.phase == "decode"
+        else sgmv_blocks(*key, itemsize=2, is_long=case.tokens > LONG)
+    )
     for name, values in FIELDS[case.phase].items():
         for value in values:
             if value != chosen[name]:
@@ -86,7 +95,7 @@ def tune(world: World, case: Case) -> None:
     """Print what is faster than the rule for one case."""
     measured: list[tuple[float, Blocks]] = []
     for blocks in changes(case):
-        blocks.choose()
+        blocks.choose(world.stack)
         try:
             measured.append((world.measure(case, milliseconds=5).us, blocks))
         except (AssertionError, RuntimeError) as e:  # wrong, or too large for the GPU

@@ -35,6 +35,7 @@ LAYERS = (
     (
         "errors",
         "identity",
+        "regular_file",
         "base_module",
         "families",
         "base_model",

@@ -110,6 +110,19 @@ def test_the_lines_about_testing_run(library: Path) -> None:
     exec(compile(block, "testing-your-code.md", "exec"), {})
 
 
+def test_the_lines_about_formats_run(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reading, settings = blocks(ROOT / "docs/formats.md")
+    names: dict[str, Any] = {}
+    exec(compile(reading, "formats.md", "exec"), names)
+    assert len(capsys.readouterr().out.splitlines()) == len(names["checkpoint"].modules) > 0
+    assert names["delta"].shape == (32, 32)
+    (library / "adapters/acme/sql-v3/adapter_model.safetensors").unlink()
+    exec(compile(reading, "formats.md", "exec"), names)
+    assert "the adapter has no weights file" in capsys.readouterr().out
+    exec(compile(settings, "formats.md", "exec"), names)
+    assert names["options"].ignored_config_keys == {"use_foo"}
+
+
 def test_the_lines_about_converting_run(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = library / "trained/sql-v3"
     source.mkdir(parents=True)

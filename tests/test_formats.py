@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import adaptercache
 from adaptercache.checkpoint import features, files
 
 ROOT = Path(__file__).parent.parent
@@ -81,3 +84,45 @@ def test_no_refusal_of_an_adapter_is_without_a_remedy() -> None:
             match node:
                 case ast.Call(func=ast.Name(id="AdapterUnsupported"), keywords=keywords):
                     assert "remedy" in {word.arg for word in keywords}, f"{path}:{node.lineno}"
+
+
+def strings_of_the_package() -> Iterator[tuple[str, str]]:
+    """Every string that is no docstring, with its file."""
+    for path in sorted((ROOT / "adaptercache").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            match node:
+                case ast.Constant(value=str(text)) if id(node) not in statements:
+                    yield path.name, text
+
+
+def test_every_class_that_a_message_names_is_a_public_name() -> None:
+    ours = {
+        node.name
+        for path in (ROOT / "adaptercache").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    called = re.compile(r"\b([A-Z]\w+)(?:\.(\w+)|\((\w+)=)")
+    named = {
+        found.groups()
+        for _, text in strings_of_the_package()
+        for found in called.finditer(text)
+        if found[1] in ours
+    }
+    assert ("ReadOptions", None, "allow_pickle") in named
+    assert ("BaseModel", "from_model", None) in named
+    for name, attribute, argument in named:
+        assert name in adaptercache.__all__
+        public = getattr(adaptercache, name)
+        assert attribute is None or hasattr(public, attribute), f"{name}.{attribute}"
+        assert argument is None or argument in inspect.signature(public).parameters
+
+
+def test_every_module_that_a_message_names_can_be_imported() -> None:
+    dotted = re.compile(r"\b(adaptercache(?:\.[a-z_]+)+)\.(\w+)")
+    named = [found for _, text in strings_of_the_package() if (found := dotted.search(text))]
+    assert named
+    for found in named:
+        assert hasattr(importlib.import_module(found[1]), found[2])

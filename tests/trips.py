@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 __all__ = [
     "FAMILIES",
     "LINEAR",
+    "MORE_FAMILIES",
     "Linear",
     "NotLoadable",
     "base_model",
@@ -106,6 +107,64 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
 }
 """The config of each tiny model, by name."""
 
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+MORE_FAMILIES: Mapping[str, Callable[[], Any]] = {
+    "deepseek_v3": _of(
+        "DeepseekV3",
+        **MLA,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "llama4_text": _of(  # its experts are [E, in, out], and nothing says so
+        "Llama4Text",
+        head_dim=8,
+        num_local_experts=3,
+        num_experts_per_tok=1,
+        intermediate_size_mlp=40,
+    ),
+    "granitemoe": _of("GraniteMoe", num_local_experts=3, num_experts_per_tok=2),
+    "phimoe": _of("Phimoe", num_local_experts=3, num_experts_per_tok=2),
+    "qwen3_next": _of(  # linear attention
+        "Qwen3Next",
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=24,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "gpt_neox": _of("GPTNeoX"),
+    "falcon": _of("Falcon", new_decoder_architecture=True, num_kv_heads=2),
+    "opt": _of("OPT", ffn_dim=48, word_embed_proj_dim=32),
+    "gemma3n_text": _of(
+        "Gemma3nText",
+        head_dim=8,
+        vocab_size_per_layer_input=67,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        altup_num_inputs=2,
+        laurel_rank=4,
+        activation_sparsity_pattern=None,
+    ),
+}
+"""Of other shapes; for round trips of one adapter each."""
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -117,7 +176,7 @@ def quiet() -> Iterator[None]:
 
 @functools.cache
 def _made(family: str) -> nn.Module:
-    config = FAMILIES[family]()
+    config = (FAMILIES.get(family) or MORE_FAMILIES[family])()
     if family == "llava":
         model = transformers.LlavaForConditionalGeneration(config)
     else:

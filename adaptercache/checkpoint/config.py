@@ -15,7 +15,8 @@ from typing import Any
 
 from adaptercache.checkpoint.features import refuse_features
 from adaptercache.checkpoint.patterns import Pattern, StepBudget
-from adaptercache.errors import AdapterInvalid
+from adaptercache.checkpoint.releases import AlphaRule, older_rules
+from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
 __all__ = ["LoraConfig"]
 
@@ -35,6 +36,8 @@ class LoraConfig:
     target_parameters: tuple[str, ...]
     ties_weights: bool
     peft_version: tuple[int, ...]
+    older_rules: tuple[AlphaRule, ...]
+    is_older: bool
 
     @classmethod
     def from_peft(
@@ -48,24 +51,33 @@ class LoraConfig:
         """
         refuse_features(config, ignored_keys)
         budget = StepBudget()
+        version = _version(config.get("peft_version"))
+        ranks = {
+            key: _rank(value, f"rank_pattern[{key!r:.80}]")
+            for key, value in _patterns(config, "rank_pattern").items()
+        }
+        alphas = {
+            key: _alpha(value, f"alpha_pattern[{key!r:.80}]")
+            for key, value in _patterns(config, "alpha_pattern").items()
+        }
+        rank_patterns = tuple(
+            (Pattern(key, "rank_pattern", budget), rank) for key, rank in ranks.items()
+        )
+        alpha_patterns = tuple(
+            (Pattern(key, "alpha_pattern", budget), alpha) for key, alpha in alphas.items()
+        )
+        older, is_older = older_rules(config, version, ranks, alphas, budget)
         return cls(
             rank=_rank(config.get("r"), "r"),
             alpha=_alpha(config.get("lora_alpha"), "lora_alpha"),
             is_rslora=_flag(config.get("use_rslora"), "use_rslora"),
-            rank_patterns=tuple(
-                (Pattern(key, "rank_pattern", budget), _rank(value, f"rank_pattern[{key!r:.80}]"))
-                for key, value in _patterns(config, "rank_pattern").items()
-            ),
-            alpha_patterns=tuple(
-                (
-                    Pattern(key, "alpha_pattern", budget),
-                    _alpha(value, f"alpha_pattern[{key!r:.80}]"),
-                )
-                for key, value in _patterns(config, "alpha_pattern").items()
-            ),
+            rank_patterns=rank_patterns,
+            alpha_patterns=alpha_patterns,
             target_parameters=_names(config.get("target_parameters"), "target_parameters"),
             ties_weights=_flag(config.get("ensure_weight_tying"), "ensure_weight_tying"),
-            peft_version=_version(config.get("peft_version")),
+            peft_version=version,
+            older_rules=older,
+            is_older=is_older,
         )
 
     def targets_parameter(self, path: str) -> bool:
@@ -77,14 +89,25 @@ class LoraConfig:
         fits = (rank for pattern, rank in self.rank_patterns if pattern.matches(path))
         return next(fits, self.rank)
 
-    def scaling_of(self, path: str, rank: int) -> float:
+    def scaling_of(self, path: str, rank: int, wrapped: str = "") -> float:
         """alpha / rank, or alpha / √rank for rsLoRA, alpha by the same path and rule.
+
+        Args:
+            wrapped: the path that PEFT may also have known the module by.
 
         Raises:
             AdapterInvalid: it is no positive float32.
+            AdapterUnsupported: releases that it may have been trained with have other alphas, or
+                the two paths have.
         """
-        fits = (alpha for pattern, alpha in self.alpha_patterns if pattern.matches(path))
-        scaling = next(fits, self.alpha) / (math.sqrt(rank) if self.is_rslora else rank)
+        alpha = self._alpha_of(path)
+        if wrapped and self._alpha_of(wrapped) != alpha:
+            raise AdapterUnsupported(
+                "a pattern that fits a path with its wrappers, or without, and not both",
+                where=f"alpha_pattern, {wrapped}",
+                remedy="write patterns that fit the end of the path",
+            )
+        scaling = alpha / (math.sqrt(rank) if self.is_rslora else rank)
         if not 1 / _LARGEST_FLOAT32 < scaling < _LARGEST_FLOAT32:
             raise AdapterInvalid(
                 "the scaling is no positive float32",
@@ -94,6 +117,19 @@ class LoraConfig:
             )
         return scaling
 
+    def _alpha_of(self, path: str) -> float:
+        fits = (alpha for pattern, alpha in self.alpha_patterns if pattern.matches(path))
+        found = [] if self.is_older else [next(fits, None)]
+        found += [rule(path) for rule in self.older_rules]
+        alphas = {self.alpha if alpha is None else alpha for alpha in found}
+        if len(alphas) > 1:
+            raise AdapterUnsupported(
+                "patterns that releases of PEFT read differently, in a config that names none",
+                where=f"{path}: alpha {' or '.join(map(str, sorted(alphas)))}",
+                remedy="set peft_version to the release that it was trained with",
+            )
+        return alphas.pop()
+
 
 def _rank(value: object, where: str) -> int:
     if type(value) is not int or not 0 < value < 1 << 31:
@@ -102,10 +138,12 @@ def _rank(value: object, where: str) -> int:
 
 
 def _alpha(value: object, where: str) -> float:
-    # verl exports lora_alpha 0: nothing that it could mean is the adapter as it was trained.
     if isinstance(value, (int, float)) and value is not True and 0 < value < _LARGEST_FLOAT32:
         return float(value)
-    raise _broken(where, value, "an alpha: a positive finite number")
+    # Nothing that 0 could mean is the adapter as it was trained.
+    is_zero = type(value) in (int, float) and value == 0
+    remedy = "write the alpha that it was trained with; verl exports 0" if is_zero else ""
+    raise _broken(where, value, "an alpha: a positive finite number", remedy)
 
 
 def _flag(value: object, where: str) -> bool:
@@ -134,7 +172,11 @@ def _version(value: object) -> tuple[int, ...]:
     return tuple(int(number or 0) for number in numbers.groups()) if numbers else ()
 
 
-def _broken(where: str, found: object, expected: str) -> AdapterInvalid:
+def _broken(where: str, found: object, expected: str, remedy: str = "") -> AdapterInvalid:
     return AdapterInvalid(
-        "the adapter's config is broken", where=where, found=f"{found!r:.80}", expected=expected
+        "the adapter's config is broken",
+        where=where,
+        found=f"{found!r:.80}",
+        expected=expected,
+        remedy=remedy,
     )

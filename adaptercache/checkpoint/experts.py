@@ -91,7 +91,9 @@ def _unstack(
     pair: Pair, path: str, parameter: BaseModule, config: LoraConfig, options: ReadOptions
 ) -> ExpertWeights:
     experts = parameter.shape[0]
-    own_path = f"{pair.module}.{path.rpartition('.')[2]}"
+    leaf = path.rpartition(".")[2]
+    own_path = f"{pair.module}.{leaf}"
+    wrapped = f"{pair.wrapped}.{leaf}" if pair.wrapped else ""
     rank = config.rank_of(own_path)
     if pair.a.shape[0] != experts * rank or pair.b.shape[1] != experts * rank:
         raise AdapterInvalid(
@@ -104,7 +106,7 @@ def _unstack(
     b = _columns_by_expert(pair.b, experts, rank, options)
     if not _is_direct(pair, parameter, config.peft_version):
         a, b = b.transpose(1, 2), a.transpose(1, 2)
-    return ExpertWeights(a, b, config.scaling_of(own_path, rank), rank)
+    return ExpertWeights(a, b, config.scaling_of(own_path, rank, wrapped), rank)
 
 
 def _columns_by_expert(

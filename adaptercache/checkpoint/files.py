@@ -7,17 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adaptercache.checkpoint.features import CONVERT
 from adaptercache.checkpoint.json_object import parse_object
 from adaptercache.checkpoint.options import ReadOptions
 from adaptercache.checkpoint.pickle_file import read_pickle
-from adaptercache.checkpoint.regular_file import open_regular
 from adaptercache.checkpoint.safetensors_file import open_safetensors
+from adaptercache.checkpoint.stored import StoredTensors
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported, LoadFailed
+from adaptercache.regular_file import open_regular
 
-__all__ = ["find_weights", "read_config", "read_object", "read_tensors"]
+__all__ = ["find_weights", "open_tensors", "read_config", "read_object"]
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -42,7 +41,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / _CONFIG
     with _reading(path):
         if not directory.is_dir():
-            raise AdapterInvalid("there is no such adapter directory", where=str(directory))
+            raise AdapterInvalid(
+                "there is no such adapter directory",
+                where=str(directory),
+                found="a file" if directory.exists() else "nothing",
+                expected="the directory of the adapter's files",
+            )
         if not path.exists():
             raise AdapterInvalid(
                 "the adapter has no config", where=str(directory), expected=_CONFIG
@@ -96,8 +100,9 @@ def find_weights(has: Callable[[str], bool], where: str) -> str | None:
     return None
 
 
-def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tensor]:
-    """The tensors of the weights file by name: of safetensors always first.
+@contextmanager
+def open_tensors(directory: Path, options: ReadOptions) -> Iterator[StoredTensors]:
+    """The tensors of the weights file: of safetensors always first, and read when asked for.
 
     Raises:
         AdapterInvalid: there is no weights file, or it is broken.
@@ -112,16 +117,19 @@ def read_tensors(directory: Path, options: ReadOptions) -> dict[str, torch.Tenso
             )
         if name in _PICKLES:
             _refuse_pickle(directory / name, options)
-            return read_pickle(directory / name)
-        return open_safetensors(directory / name)
+            yield StoredTensors.in_memory(read_pickle(directory / name))
+            return
+        with open_safetensors(directory / name) as stored:
+            yield stored
 
 
 def _refuse_pickle(path: Path, options: ReadOptions) -> None:
     if not options.allow_pickle:
+        remedy = "save it as safetensors, or read it with ReadOptions(allow_pickle=True)"
+        if path.suffix == ".pt":
+            remedy = f"if torchtune wrote it, {CONVERT}; else {remedy}"
         raise AdapterUnsupported(
-            f"weights in a pickle ({path.name})",
-            where=str(path),
-            remedy="save it as safetensors, or read it with ReadOptions(allow_pickle=True)",
+            f"weights in a pickle ({path.name})", where=str(path), remedy=remedy
         )
 
 

@@ -12,7 +12,8 @@ from adaptercache.checkpoint.experts import read_experts
 from adaptercache.checkpoint.fused import Piece, assemble, fused_pieces, unstacked_pieces
 from adaptercache.checkpoint.names import BaseNames, canonical
 from adaptercache.checkpoint.options import ReadOptions
-from adaptercache.checkpoint.pairs import Contents, Pair, check_values
+from adaptercache.checkpoint.pairs import Pair, check_values, sort_tensors
+from adaptercache.checkpoint.stored import StoredTensors
 from adaptercache.checkpoint.weights import Checkpoint, LoraWeights, Skipped
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
@@ -22,21 +23,26 @@ _OTHER_PART = "not of the language part"
 
 
 def fit(
-    contents: Contents, config: LoraConfig, base: BaseModel, options: ReadOptions
+    stored: StoredTensors, config: LoraConfig, base: BaseModel, options: ReadOptions
 ) -> Checkpoint:
-    """Gives everything in a file its place in the base.
+    """Gives everything in a file its place in the base. Reads what has one, and nothing else.
 
     Raises:
         AdapterInvalid: something has no place, or doesn't fit it.
         AdapterUnsupported: LoRA of a weight that isn't served.
     """
     names = BaseNames(base)
+    contents = sort_tensors(stored.outlines)
     pieces: list[Piece] = []
     consumed: list[str] = []
     skipped: list[Skipped] = []
     homeless: list[str] = []
-    for pairs in _by_module(contents.pairs):
-        tensors = [name for pair in pairs for name in pair.names]
+    for outlines in _by_module(contents.pairs):
+        tensors = [name for pair in outlines for name in pair.names]
+        if options.text_only and not names.is_language(outlines[0].module):
+            skipped += [Skipped(name, _OTHER_PART) for name in tensors]
+            continue
+        pairs = [pair.with_values(stored.read) for pair in outlines]
         found = _place(pairs, names, config, options)
         if found:
             largest = max(piece.weights.scaling for piece in found)
@@ -44,8 +50,6 @@ def fit(
                 check_values(pair, largest)
             pieces += found
             consumed += tensors
-        elif options.text_only and not names.is_language(pairs[0].module):
-            skipped += [Skipped(name, _OTHER_PART) for name in tensors]
         else:
             homeless += tensors
     if homeless or not pieces:
@@ -120,7 +124,9 @@ def _of_the_module(pair: Pair, module: BaseModule, config: LoraConfig) -> Pair:
 
 def _weights(pair: Pair, config: LoraConfig) -> LoraWeights:
     parameter = f"{pair.module}.weight"  # PEFT matches a router's parameter by its full name
-    path = parameter if config.targets_parameter(parameter) else pair.module
+    is_parameter = config.targets_parameter(parameter)
+    path = parameter if is_parameter else pair.module
+    wrapped = f"{pair.wrapped}.weight" if is_parameter and pair.wrapped else pair.wrapped
     rank, expected = pair.a.shape[0], config.rank_of(path)
     if pair.b.shape[1] != rank:
         raise AdapterInvalid(
@@ -142,7 +148,7 @@ def _weights(pair: Pair, config: LoraConfig) -> LoraWeights:
             found=f"rank {rank} in the tensors",
             expected=f"rank {expected} by r and rank_pattern",
         )
-    return LoraWeights(pair.a, pair.b, config.scaling_of(path, rank), rank)
+    return LoraWeights(pair.a, pair.b, config.scaling_of(path, rank, wrapped), rank)
 
 
 def _check_shape(pair: Pair, path: str, module: BaseModule) -> None:

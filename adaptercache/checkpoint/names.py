@@ -43,12 +43,15 @@ class LoraName:
         is_embedding: it is one of ``lora_embedding_A`` and ``_B``.
         depth: how many ``base_layer`` stand between the module and the tensor. Where PEFT adapts
             several parameters of one module, the inner ones lie deeper.
+        wrapped: the path with the wrappers that stand in it, if any: PEFT knew the module by that
+            if it was wrapped before (a compiled base), and not if later (FSDP).
     """
 
     module: str
     side: Side
     is_embedding: bool
     depth: int
+    wrapped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,21 @@ def parse_name(name: str) -> LoraName | BaseCopy | None:
     while parts and parts[-1] == "base_layer":
         parts.pop()
         depth += 1
-    return LoraName(".".join(parts), side, is_embedding, depth)
+    module = ".".join(parts)
+    return LoraName(module, side, is_embedding, depth, _with_wrappers(name, module))
+
+
+def _with_wrappers(name: str, module: str) -> str:
+    """The module's path as it stands in a name; "" where that is the same."""
+    parts = name.split(".")
+    if _WRAPPERS.isdisjoint(parts):
+        return ""
+    ends = [at + 2 for at in range(len(parts)) if parts[at : at + 2] == ["base_model", "model"]]
+    parts = parts[ends[-1] if ends else 0 :]
+    while sum(part not in _WRAPPERS for part in parts) > module.count(".") + 1:
+        parts.pop()
+    wrapped = ".".join(parts)
+    return wrapped if wrapped != module else ""
 
 
 def canonical(path: str) -> str:

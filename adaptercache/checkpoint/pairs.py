@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,7 @@ class Pair:
         a: ``[rank, in]``, or a stack of experts' in one axis.
         b: ``[out, rank]``, likewise.
         names: of the two tensors in the file.
+        wrapped: as in `LoraName`.
     """
 
     module: str
@@ -37,6 +38,12 @@ class Pair:
     a: torch.Tensor
     b: torch.Tensor
     names: tuple[str, str]
+    wrapped: str = ""
+
+    def with_values(self, read: Callable[[str], torch.Tensor]) -> Pair:
+        """The pair with its tensors read (see `StoredTensors`)."""
+        a, b = (read(name) for name in self.names)
+        return replace(self, a=a, b=b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,7 @@ def _pair(found: Mapping[Side, tuple[str, LoraName]], tensors: Mapping[str, torc
         tensors[name_a],
         tensors[name_b],
         (name_a, name_b),
+        parsed.wrapped,
     )
 
 

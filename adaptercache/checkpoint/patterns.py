@@ -17,7 +17,11 @@ from typing import TypeAlias
 
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
-__all__ = ["Pattern", "StepBudget"]
+__all__ = ["OLD_FORM", "Pattern", "StepBudget"]
+
+_FORM = r"(.*\.)?({key})$"
+OLD_FORM = r".*\.{key}$"
+"""Of releases before 0.15 (see releases.py)."""
 
 _LONGEST_PATTERN = 1024
 _DEEPEST_GROUP = 32
@@ -55,20 +59,21 @@ class Pattern:
         key: the regular expression as the config has it.
         where: the name of the config's field, for errors.
         budget: shared by the patterns of an adapter.
+        form: of the expression that the key stands in.
 
     Raises:
         AdapterInvalid: too long, or not a regular expression.
         AdapterUnsupported: look-around, back-references, flags or possessive repetition.
     """
 
-    def __init__(self, key: str, where: str, budget: StepBudget) -> None:
+    def __init__(self, key: str, where: str, budget: StepBudget, *, form: str = _FORM) -> None:
         self._where = f"{where}[{key[:80]!r}]"
         self._key = key
         self._budget = budget
         self._check_length()
         self._spend(300 + 12 * len(key))
         self._check_syntax()
-        source = rf"(.*\.)?({key})$"
+        source = form.replace("{key}", key)
         try:
             self._compiled = re.compile(source)
             self._repeats = key.count("*") + key.count("+")

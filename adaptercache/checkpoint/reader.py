@@ -11,11 +11,12 @@ import torch
 
 from adaptercache.base_model import BaseModel
 from adaptercache.checkpoint.config import LoraConfig
-from adaptercache.checkpoint.files import read_config, read_tensors
+from adaptercache.checkpoint.files import open_tensors, read_config
 from adaptercache.checkpoint.fitting import fit
 from adaptercache.checkpoint.options import DEFAULT_OPTIONS, ReadOptions
-from adaptercache.checkpoint.pairs import sort_tensors
+from adaptercache.checkpoint.stored import StoredTensors
 from adaptercache.checkpoint.weights import Checkpoint
+from adaptercache.errors import AdapterInvalid
 
 __all__ = ["checkpoint_from_tensors", "read_checkpoint"]
 
@@ -42,7 +43,8 @@ def read_checkpoint(
     """
     directory = Path(path)
     config = LoraConfig.from_peft(read_config(directory), ignored_keys=options.ignored_config_keys)
-    return fit(sort_tensors(read_tensors(directory, options)), config, base, options)
+    with open_tensors(directory, options) as stored:
+        return fit(stored, config, base, options)
 
 
 def checkpoint_from_tensors(
@@ -61,5 +63,17 @@ def checkpoint_from_tensors(
         AdapterInvalid, AdapterUnsupported: as `read_checkpoint`.
     """
     parsed = LoraConfig.from_peft(config, ignored_keys=options.ignored_config_keys)
-    on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    return fit(sort_tensors(on_cpu), parsed, base, options)
+    on_cpu = {name: _dense(name, tensor) for name, tensor in tensors.items()}
+    return fit(StoredTensors.in_memory(on_cpu), parsed, base, options)
+
+
+def _dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """In CPU memory, its bytes its values."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise AdapterInvalid(
+            "a tensor without dense values",
+            where=name,
+            found="a tensor on meta" if tensor.is_meta else f"a tensor of layout {tensor.layout}",
+            expected="a dense tensor",
+        )
+    return tensor.detach().cpu().resolve_neg()

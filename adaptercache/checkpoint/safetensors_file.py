@@ -3,7 +3,8 @@
 Layout: the header's length (8 bytes, little-endian), the header (JSON: name → dtype, shape and
 byte range), then the data. Every number in it was written by a stranger, so all of them are
 checked against the file's own size before anything is allocated. The file is read, not mapped:
-whoever cuts a mapped file short kills the process that looks at it.
+whoever cuts a mapped file short kills the process that looks at it, and whoever writes into it
+changes weights that were checked. Reading is as lazy as mapping, and as fast once somebody looks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -20,8 +22,9 @@ from typing import Any, TypeGuard
 import torch
 
 from adaptercache.checkpoint.json_object import MOST_VALUES, parse_object
-from adaptercache.checkpoint.regular_file import open_regular
-from adaptercache.errors import AdapterInvalid, LoadFailed
+from adaptercache.checkpoint.stored import StoredTensors
+from adaptercache.errors import AdapterCacheError, AdapterInvalid, LoadFailed
+from adaptercache.regular_file import open_regular
 
 __all__ = ["open_safetensors"]
 
@@ -60,28 +63,50 @@ class _Extent:
     end: int
 
 
-def open_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The file's tensors by name, in memory of their own: as much as the file has, and no more.
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[StoredTensors]:
+    """The file's tensors: checked at once, by its header; each read when it is asked for.
+
+    What is read lies in memory of its own, and outlives the file and the block. A tensor that
+    nobody asks for is not read and takes no memory.
 
     Raises:
         AdapterInvalid: not a sound safetensors file.
-        LoadFailed: the file was changed while it was read.
+        LoadFailed: the file was changed while it was open, whatever was found wrong with it.
         OSError: it can't be opened or read.
     """
-    with open_regular(path) as file:
-        before = os.fstat(file.fileno())
-        size = before.st_size
+    with open_regular(path) as file, _unchanged(file, path) as size:
         length = _header_length(file.read(8), size, path)
         # Parsed, a value takes up to 80 bytes: less than the file, or 20 MB.
         header = parse_object(
             file.read(length), str(path), most_values=max(MOST_VALUES, size // 128)
         )
         extents = _check(header, size - 8 - length, path)
-        tensors = _read(file, extents)
-        after = os.fstat(file.fileno())
-    if tensors is None or (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns):
+        outlines = {
+            name: torch.empty(extent.shape, dtype=extent.dtype, device="meta")
+            for name, extent in extents.items()
+        }
+        reader = _Reader(file.fileno(), path, 8 + length, extents)
+        yield StoredTensors(outlines, reader.read)
+
+
+@contextmanager
+def _unchanged(file: BufferedReader, path: Path) -> Iterator[int]:
+    """Yields the file's size. Raises LoadFailed at the end if somebody wrote to it meanwhile."""
+
+    def mark() -> tuple[int, int]:
+        info = os.fstat(file.fileno())
+        return info.st_size, info.st_mtime_ns
+
+    before = mark()
+    try:
+        yield before[0]
+    except AdapterCacheError as error:  # perhaps nothing is wrong with what it was, or will be
+        if mark() != before:
+            raise LoadFailed(f"{path} was changed while it was read") from error
+        raise
+    if mark() != before:
         raise LoadFailed(f"{path} was changed while it was read")
-    return tensors
 
 
 def _header_length(prefix: bytes, size: int, path: Path) -> int:
@@ -175,22 +200,44 @@ def _is_shape(sizes: list[int]) -> bool:
     return len(sizes) <= _MOST_DIMENSIONS and math.prod(max(1, n) for n in sizes) < 1 << 56
 
 
-def _read(file: BufferedReader, extents: Mapping[str, _Extent]) -> dict[str, torch.Tensor] | None:
-    """The tensors, from where the data begins; None: the file ends before they do.
+class _Reader:
+    """Reads tensors straight to where they stay: one copy, out of the page cache.
 
     Each begins at an aligned place in memory, wherever it does in the file.
     """
-    starts, total = {}, 0
-    for name, extent in extents.items():
-        starts[name] = total
-        total += -(-(extent.end - extent.begin) // _ALIGN) * _ALIGN
-    memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE)  # none is taken until written to
-    places = memoryview(memory)
-    for name, extent in extents.items():
-        size = extent.end - extent.begin
-        if file.readinto(places[starts[name] : starts[name] + size]) != size:
-            return None
-    return {name: _view(memory, starts[name], extent) for name, extent in extents.items()}
+
+    def __init__(
+        self, handle: int, path: Path, data_start: int, extents: Mapping[str, _Extent]
+    ) -> None:
+        self._handle, self._path, self._data_start = handle, path, data_start
+        self._extents = extents
+        self._places: dict[str, int] = {}
+        total = 0
+        for name, extent in extents.items():
+            self._places[name] = total
+            total += -(-(extent.end - extent.begin) // _ALIGN) * _ALIGN
+        # None of it is taken until it is written to. In pages of 4 KiB, taking it would cost
+        # three times what reading does.
+        self._memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE)
+        with suppress(OSError, AttributeError):  # a kernel, or a system, without them
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._read: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._read:
+            extent, place = self._extents[name], self._places[name]
+            size = extent.end - extent.begin
+            self._fill(memoryview(self._memory)[place : place + size], extent.begin)
+            self._read[name] = _view(self._memory, place, extent)
+        return self._read[name]
+
+    def _fill(self, into: memoryview, begin: int) -> None:
+        offset = self._data_start + begin
+        while into:
+            count = os.preadv(self._handle, [into], offset)
+            if count == 0:
+                raise LoadFailed(f"{self._path} was changed while it was read")
+            offset, into = offset + count, into[count:]
 
 
 def _view(memory: mmap.mmap, start: int, extent: _Extent) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from adaptercache.base_model import BaseModel
 from adaptercache.errors import AdapterInvalid
+from adaptercache.regular_file import open_regular
 
 __all__ = ["base_beside", "read_base"]
 
@@ -29,16 +30,17 @@ def read_base(path: Path) -> BaseModel:
         AdapterInvalid: it can't be read, or is neither.
         AdapterUnsupported: a model that is not built in, and transformers doesn't know.
     """
-    file = path / _CONFIG if path.is_dir() else path
+    if path.is_dir():
+        return BaseModel.from_config(path)
     try:
-        with file.open("rb") as opened:
+        with open_regular(path) as opened:
             content = json.loads(opened.read(_LARGEST_FILE))
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterInvalid(
             "the base model's config can't be read",
-            where=str(file),
+            where=str(path),
             found=error,
             expected="a config.json, or a table of modules",
         ) from error

@@ -14,7 +14,7 @@ from torch import Tensor
 from adaptercache.base_model import BaseModel
 from adaptercache.checkpoint import Checkpoint, LoraWeights, ReadOptions, Weights, read_checkpoint
 from adaptercache.checkpoint.config import LoraConfig
-from adaptercache.checkpoint.files import read_config, read_tensors
+from adaptercache.checkpoint.files import open_tensors, read_config
 from adaptercache.checkpoint.pairs import Pair, check_values, sort_tensors
 from adaptercache.cli.bases import base_beside, read_base
 from adaptercache.cli.footprint import Footprint
@@ -181,9 +181,10 @@ def _config_facts(content: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _read_alone(found: Inspection, config: LoraConfig, options: ReadOptions) -> None:
-    contents = sort_tensors(read_tensors(found.path, options))
-    for pair in contents.pairs:
-        check_values(pair, 1.0)
+    with open_tensors(found.path, options) as stored:
+        contents = sort_tensors(stored.outlines)
+        for pair in contents.pairs:
+            check_values(pair.with_values(stored.read), 1.0)
     found.modules = [_facts_alone(pair, config) for pair in contents.pairs]
     found.skipped = [(name, "a copy of a base weight, not checked") for name in contents.copies]
     found.published = _published(found.path)

@@ -19,11 +19,13 @@ Part: TypeAlias = Literal["reader", "base", "layout", "plan", "converter"]
 
 _FACTS = ("feature", "where", "found", "expected", "needed", "limit", "unit", "remedy")
 _OPTIONS = {
+    "convert_to_peft": "adaptercache convert",
     "allow_pickle": "--allow-pickle",
     "text_only": "--text-only",
     "ignored_config_keys": "--ignore-config-key",
     "max_rank": "--max-rank",
     "from_table": "give a JSON table of its modules",
+    "base_config": "--base",
 }
 """What the library's remedies speak of, and what it is on the command line."""
 
@@ -63,7 +65,7 @@ class Refusal:
     def _option(self) -> str:
         remedy = str(getattr(self.error, "remedy", ""))
         names = (option for name, option in _OPTIONS.items() if name in remedy)
-        return next(names, "") if self.by in ("reader", "base", "layout") else ""
+        return next(names, "") if self.by != "plan" else ""
 
 
 @contextmanager

@@ -54,9 +54,9 @@ def convert_to_peft(
     """Writes another trainer's adapter as a PEFT adapter directory.
 
     ΔW of every module stays what it was, element for element: matrices are renamed, transposed,
-    cut and reordered, never computed with, and keep their dtypes. What can't be carried over like
-    that is refused. The source is only read. The target appears whole, by a rename, or not at all.
-    Blocks on the file system; safe to call from several threads.
+    cut, reordered and laid beside zeros, never computed with, and keep their dtypes. What can't be
+    carried over like that is refused. The source is only read. The target appears whole, by a
+    rename, or not at all. Blocks on the file system; safe to call from several threads.
 
     Args:
         source: the directory of the adapter, in the layout of MLX-LM (``adapters.safetensors``) or

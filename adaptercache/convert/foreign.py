@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +13,7 @@ from adaptercache.checkpoint.names import Side
 from adaptercache.checkpoint.pairs import Pair
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
-__all__ = ["ForeignAdapter", "ForeignName", "checked_pair", "pair_up"]
+__all__ = ["ForeignAdapter", "ForeignName", "alpha_for", "checked_pair", "pair_up"]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,6 +62,32 @@ def pair_up(names: Iterable[tuple[str, ForeignName]]) -> dict[str, tuple[str, st
                 expected="lora_a and lora_b",
             )
     return {module: (found["A"], found["B"]) for module, found in sides.items()}
+
+
+def alpha_for(scale: float, rank: int) -> float:
+    """The alpha with ``alpha / rank == scale``.
+
+    Between two neighbouring numbers there may be none if the rank is no power of two. Then it is
+    the same scale in float32, which is what both sides multiply with.
+
+    Raises:
+        AdapterUnsupported: there is none in float32 either.
+    """
+    product = scale * rank
+    for alpha in (product, math.nextafter(product, math.inf), math.nextafter(product, 0.0)):
+        if alpha / rank == scale:
+            return alpha
+    if _float32(product / rank) == _float32(scale):
+        return product
+    raise AdapterUnsupported(
+        f"scale {scale!r} at rank {rank}, which no lora_alpha gives",
+        where="the scaling",
+        remedy="round it to float32",
+    )
+
+
+def _float32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def checked_pair(

@@ -8,9 +8,7 @@ rank. Module paths are transformers' own, but for the experts.
 
 from __future__ import annotations
 
-import math
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,13 @@ from adaptercache.checkpoint.files import read_config
 from adaptercache.checkpoint.names import Side
 from adaptercache.checkpoint.pairs import Pair
 from adaptercache.checkpoint.safetensors_file import open_safetensors
-from adaptercache.convert.foreign import ForeignAdapter, ForeignName, checked_pair, pair_up
+from adaptercache.convert.foreign import (
+    ForeignAdapter,
+    ForeignName,
+    alpha_for,
+    checked_pair,
+    pair_up,
+)
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
 __all__ = ["read_mlx"]
@@ -40,7 +44,7 @@ _RESCALED = ("falcon_h1",)
 
 
 def read_mlx(source: Path, base: Mapping[str, Any] | None) -> ForeignAdapter:
-    """Reads the adapter in a directory; its tensors are views of the mapped file.
+    """Reads the adapter in a directory; into memory.
 
     Args:
         base: the content of the base model's ``config.json``, where known.
@@ -52,7 +56,8 @@ def read_mlx(source: Path, base: Mapping[str, Any] | None) -> ForeignAdapter:
     config = read_config(source)
     scale = _scale(config)
     _refuse_rescaled(config, base)
-    tensors = open_safetensors(source / "adapters.safetensors")
+    with open_safetensors(source / "adapters.safetensors") as stored:
+        tensors = stored.read_all()
     names = pair_up((name, _parse(name)) for name in tensors)
     pairs = tuple(
         pair
@@ -60,7 +65,7 @@ def read_mlx(source: Path, base: Mapping[str, Any] | None) -> ForeignAdapter:
         for pair in _pairs(module, tensors[a], tensors[b], (a, b), base)
     )
     ranks = {pair.a.shape[0] for pair in pairs}
-    return ForeignAdapter(pairs, {rank: _alpha(scale, rank) for rank in ranks})
+    return ForeignAdapter(pairs, {rank: alpha_for(scale, rank) for rank in ranks})
 
 
 def _scale(config: Mapping[str, Any]) -> float:
@@ -87,29 +92,6 @@ def _scale(config: Mapping[str, Any]) -> float:
     if isinstance(scale, (int, float)) and scale is not True and 0 < scale < _LARGEST_FLOAT32:
         return float(scale)
     raise _broken("lora_parameters.scale", scale, "a positive finite number")
-
-
-def _alpha(scale: float, rank: int) -> float:
-    """The alpha with ``alpha / rank == scale``.
-
-    Between two neighbouring numbers there may be none if the rank is no power of two. Then it is
-    the same scale in float32, which is what both sides multiply with.
-    """
-    product = scale * rank
-    for alpha in (product, math.nextafter(product, math.inf), math.nextafter(product, 0.0)):
-        if alpha / rank == scale:
-            return alpha
-    if _float32(product / rank) == _float32(scale):
-        return product
-    raise AdapterUnsupported(
-        f"scale {scale!r} at rank {rank}, which no lora_alpha gives",
-        where="lora_parameters.scale",
-        remedy="round it to float32",
-    )
-
-
-def _float32(number: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def _refuse_rescaled(config: Mapping[str, Any], base: Mapping[str, Any] | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from adaptercache.checkpoint.config import LoraConfig
-from adaptercache.checkpoint.files import read_config, read_tensors
+from adaptercache.checkpoint.files import open_tensors, read_config
 from adaptercache.checkpoint.options import DEFAULT_OPTIONS
 from adaptercache.checkpoint.pairs import Pair, check_values, sort_tensors
 from adaptercache.convert.foreign import ForeignAdapter
@@ -95,6 +95,7 @@ def _config(adapter: ForeignAdapter, base_model: str | None) -> dict[str, object
     others = _patterns(adapter, rank)
     return {
         "peft_type": "LORA",
+        "peft_version": "0.18.0",  # whose rule the patterns are for
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": rank,
@@ -137,7 +138,8 @@ def _number(value: float) -> int | float:
 def _read_back(folder: Path, adapter: ForeignAdapter) -> None:
     """Raises what the reader would raise, while nobody has seen the files yet."""
     config = LoraConfig.from_peft(read_config(folder))
-    contents = sort_tensors(read_tensors(folder, DEFAULT_OPTIONS))
+    with open_tensors(folder, DEFAULT_OPTIONS) as stored:
+        contents = sort_tensors(stored.outlines)
     meant = {pair.module: pair.a.shape[0] for pair in adapter.pairs}
     for pair in contents.pairs:
         rank = config.rank_of(pair.module)

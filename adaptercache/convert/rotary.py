@@ -28,9 +28,10 @@ _PAIRS_NEIGHBOURS = {
     "gemma2": True,
     "qwen2": False,
     "qwen3": False,
+    "phi3": False,
 }
-
-_MOST_LAYERS = 10_000
+_FUSED = {"phi3": "llama"}
+"""Models that transformers fuses: by the one that has the same sizes, apart."""
 
 
 def evens_then_odds(rows: int, head_dim: int) -> torch.Tensor:
@@ -50,11 +51,17 @@ def evens_then_odds(rows: int, head_dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RotaryBase:
-    """What a base's config tells of its projections. Immutable."""
+    """What a base's config tells of its projections. Immutable.
+
+    Args:
+        base: the modules as torchtune has them, q, k and v apart.
+        fused: as transformers has them, where it has some in one matrix; None: as torchtune.
+    """
 
     base: BaseModel
     head_dim: int
     pairs_neighbours: bool
+    fused: BaseModel | None = None
 
     @classmethod
     def from_config(cls, content: Mapping[str, Any]) -> RotaryBase:
@@ -71,18 +78,11 @@ class RotaryBase:
                 where="model_type of the base's config",
                 remedy=f"merge it into the base; known are {', '.join(_PAIRS_NEIGHBOURS)}",
             )
-        layers = content.get("num_hidden_layers")
-        if isinstance(layers, int) and layers > _MOST_LAYERS:  # the table has every layer
-            raise AdapterInvalid(
-                "the base's config is broken",
-                where="num_hidden_layers of the base's config",
-                found=layers,
-                expected=f"at most {_MOST_LAYERS}",
-            )
         # torchtune's decoder always has its output layer, whatever the base is loaded as.
         decoder = {key: value for key, value in content.items() if key != "architectures"}
-        base = BaseModel.from_config(decoder)
-        rows = base.modules["model.layers.0.self_attn.q_proj"].shape[0]
+        fused = BaseModel.from_config(decoder) if model_type in _FUSED else None
+        base = BaseModel.from_config(decoder | {"model_type": _FUSED.get(model_type, model_type)})
+        rows = base.modules["model.layers.0.self_attn.o_proj"].shape[1]
         heads = int(content["num_attention_heads"])
         head_dim = rows // heads
         if head_dim % 2:
@@ -92,7 +92,7 @@ class RotaryBase:
                 found=head_dim,
                 expected="an even number",
             )
-        return cls(base, head_dim, _PAIRS_NEIGHBOURS[model_type])
+        return cls(base, head_dim, _PAIRS_NEIGHBOURS[model_type], fused)
 
     def check_shape(self, pair: Pair) -> None:
         """Raises `AdapterInvalid` where the base has no such module, or one of another shape."""

@@ -2,7 +2,8 @@
 
 A ``[r, in]``, B ``[out, r]`` and alpha / r are as in PEFT; the names are not. Nor, for most models,
 is the order of q's and k's rows in a head, which is the order that rotary embedding turns in pairs
-(rotary.py). So B of q and k can only be read beside the base's config.
+(rotary.py). So B of q and k can only be read beside the base's config. What transformers has in one
+matrix, and torchtune apart, is fused (fusing.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from adaptercache.checkpoint.config import LoraConfig
 from adaptercache.checkpoint.files import read_config
 from adaptercache.checkpoint.names import Side
 from adaptercache.checkpoint.pickle_file import read_pickle
-from adaptercache.convert.foreign import ForeignAdapter, ForeignName, checked_pair, pair_up
+from adaptercache.convert.foreign import (
+    ForeignAdapter,
+    ForeignName,
+    alpha_for,
+    checked_pair,
+    pair_up,
+)
+from adaptercache.convert.fusing import fused_pairs
 from adaptercache.convert.rotary import RotaryBase
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
@@ -74,7 +82,12 @@ def read_torchtune(source: Path, base: Mapping[str, Any] | None) -> ForeignAdapt
                 raise _unknown_heads(name_b)
             b = rotary.in_halves(b)
         pairs.append(checked_pair(module, a, b, (name_a, name_b)))
-    return ForeignAdapter(tuple(pairs), {config.rank: config.alpha}, named_base)
+    if rotary is None or rotary.fused is None:
+        return ForeignAdapter(tuple(pairs), {config.rank: config.alpha}, named_base)
+    fused = fused_pairs(pairs, rotary.fused)
+    ranks = {pair.a.shape[0] for pair in fused}
+    alphas = {rank: alpha_for(config.alpha / config.rank, rank) for rank in ranks}
+    return ForeignAdapter(fused, alphas, named_base)
 
 
 def _config(source: Path) -> tuple[LoraConfig, str | None]:

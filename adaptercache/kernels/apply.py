@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adaptercache.kernels.reference import add_lora_reference
 from adaptercache.kernels.segments import LoraBatch
+from adaptercache.kernels.stack import Group
 
 __all__ = ["add_lora"]
 
@@ -40,51 +41,46 @@ def add_lora(
 
     Thread-safe as far as y is the caller's own.
     """
-    outputs = _outputs(y, x, batch, modules, layer)
+    group = batch.stack.group(layer, modules)
+    _check(y, x, batch, group)
     batch.wait(layer)
     if x.is_cuda:
         from adaptercache.kernels.launch import add_lora_triton  # triton: only where it is used
 
-        add_lora_triton(outputs, x, batch, modules, layer)
+        add_lora_triton(y, x, batch, group)
         return
-    for output, module in zip(outputs, modules, strict=True):
+    outputs = y.split(group.widths, dim=1) if isinstance(y, Tensor) else y
+    for output, module in zip(outputs, group.modules, strict=True):
         add_lora_reference(output, x, batch, module, layer, dtype=torch.float32)
 
 
-def _outputs(
-    y: Tensor | Sequence[Tensor], x: Tensor, batch: LoraBatch, modules: Sequence[str], layer: int
-) -> list[Tensor]:
-    """One output a module; everything is checked before anything is computed."""
+def _check(y: Tensor | Sequence[Tensor], x: Tensor, batch: LoraBatch, group: Group) -> None:
+    """Everything, before anything is computed."""
     if batch.has_ended:
         raise RuntimeError("the batch's with block has ended: make all of a step's launches in it")
-    if isinstance(modules, str):
-        raise TypeError(f"modules is one string: give ({modules!r},)")
-    stack = batch.stack
-    sites = [stack.layout.sites[stack.site(layer, module)] for module in modules]
-    widths = [site.out_features for site in sites]
+    _check_tensor("x", x, group.in_features, batch, group)
     if isinstance(y, Tensor):
-        if y.dim() != 2 or y.shape[1] != sum(widths):
-            raise ValueError(f"y is {list(y.shape)}, expected [{batch.num_rows}, {sum(widths)}]")
-        outputs = list(y.split(widths, dim=1))
-    else:
-        outputs = list(y)
-    if len(outputs) != len(modules):
-        raise ValueError(f"y is {len(outputs)} tensors, for {len(modules)} modules")
-    expected = [("x", x, site.in_features) for site in sites]
-    expected += [("y", out, width) for out, width in zip(outputs, widths, strict=True)]
-    for name, tensor, width in expected:
-        if tensor.shape != (batch.num_rows, width):
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}, expected [{batch.num_rows}, {width}] for "
-                f"{', '.join(modules)}"
-            )
-        if width > 1 and tensor.stride(1) != 1:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}: rows may be apart, columns must not be"
-            )
-        if tensor.dtype != stack.dtype or tensor.device != stack.device:
-            raise TypeError(
-                f"{name} is {tensor.dtype} on {tensor.device}; the arena is {stack.dtype} on "
-                f"{stack.device}"
-            )
-    return outputs
+        _check_tensor("y", y, sum(group.widths), batch, group)
+        return
+    if len(y) != len(group.modules):
+        raise ValueError(f"y is {len(y)} tensors, for {len(group.modules)} modules")
+    for output, width in zip(y, group.widths, strict=True):
+        _check_tensor("y", output, width, batch, group)
+
+
+def _check_tensor(name: str, tensor: Tensor, width: int, batch: LoraBatch, group: Group) -> None:
+    if tensor.shape != (batch.num_rows, width):
+        raise ValueError(
+            f"{name} is {list(tensor.shape)}, expected [{batch.num_rows}, {width}] for "
+            f"{', '.join(group.modules)}"
+        )
+    if width > 1 and tensor.stride(1) != 1:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}: rows may be apart, columns must not be"
+        )
+    stack = batch.stack
+    if tensor.dtype != stack.dtype or tensor.device != stack.device:
+        raise TypeError(
+            f"{name} is {tensor.dtype} on {tensor.device}; the arena is {stack.dtype} on "
+            f"{stack.device}"
+        )

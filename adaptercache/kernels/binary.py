@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "Binary", "has_pdl"]
+__all__ = ["INTERPRETED", "Address", "Binary", "address", "has_pdl"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+Address = int | Tensor
+"""What a launch takes for a pointer: the number; for the interpreter the tensor."""
+
+
+def address(tensor: Tensor) -> Address:
+    return tensor if INTERPRETED else tensor.data_ptr()
 
 
 @cache
@@ -28,19 +35,22 @@ def has_pdl(device: torch.device) -> bool:
 
 @dataclass(slots=True)
 class Binary:
-    """One kernel, its constants, and the types of its arguments.
+    """One kernel for one device, its constants, and the types of its arguments.
 
     ``types``: a dtype for a pointer, a number for a number. ``is_persistent``: its programs stride
     over the work, so no more of them are launched than the GPU holds at once: a program that had to
-    wait for another's end would do its share alone.
+    wait for another's end would do its share alone. ``max_words`` of a thread: the assembler
+    takes more than it needs where it doesn't know that occupancy is worth more.
     """
 
     function: Any
+    device: torch.device
     constants: dict[str, Any]
     types: tuple[Any, ...]
     num_warps: int
+    max_words: int | None = None
     is_persistent: bool = False
-    _compiled: dict[tuple[torch.device, bool], tuple[Any, int]] = field(default_factory=dict)
+    _compiled: dict[tuple[bool, bool], tuple[Any, int]] = field(default_factory=dict)
     _in_order: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -48,44 +58,42 @@ class Binary:
         self._in_order = tuple(self.constants[name] for name in names if name in self.constants)
 
     def launch(
-        self,
-        programs: int,
-        args: tuple[Tensor | int, ...],
-        device: torch.device,
-        *,
-        aligned: bool,
-        pdl: bool,
+        self, programs: int, args: tuple[Address | int, ...], *, aligned: bool, pdl: bool
     ) -> None:
         """Queue it. ``aligned``: all pointers and strides that Triton looks at are multiples of 16.
 
         Triton's own launch looks up the binary by the types and values of all arguments, and asks
-        the driver about each pointer, which takes longer than all else here. Among aligned ones
-        nothing is left to look at.
+        the driver about each pointer, which takes longer than all else here.
         """
-        if aligned and not INTERPRETED:
-            compiled, resident = self._compiled.get((device, pdl)) or self.compile(device, pdl=pdl)
-            if self.is_persistent:
-                programs = min(programs, resident)
-            numbers = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
-            compiled[programs, 1, 1](*numbers, *self._in_order)
+        if INTERPRETED:
+            self.function[min(programs, 16) if self.is_persistent else programs,](
+                *args, **self.constants
+            )
             return
-        if self.is_persistent:
-            programs = min(programs, 16 if INTERPRETED else 8 * _multiprocessors(device))
-        options = {} if INTERPRETED else self._options(pdl)
-        self.function[programs,](*args, **self.constants, **options)
-
-    def compile(self, device: torch.device, *, pdl: bool) -> tuple[Any, int]:
-        """What Triton compiled, and how many programs of it the GPU holds at once."""
-        compiled = self.function.warmup(
-            *self.types, grid=(1, 1, 1), **self.constants, **self._options(pdl)
+        compiled, resident = self._compiled.get((aligned, pdl)) or self.compile(
+            aligned=aligned, pdl=pdl
         )
+        if self.is_persistent and programs > resident:
+            programs = resident
+        compiled[programs, 1, 1](*args, *self._in_order)
+
+    def compile(self, *, aligned: bool, pdl: bool) -> tuple[Any, int]:
+        """What Triton compiled, and how many programs of it the GPU holds at once."""
+        types = self.types if aligned else tuple(_unaligned(type) for type in self.types)
+        options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": self.max_words}
+        if pdl:
+            options["launch_pdl"] = True
+        compiled = self.function.warmup(*types, grid=(1, 1, 1), **self.constants, **options)
         compiled.run  # noqa: B018  loads it, and so finds what it takes
-        resident = _resident(device, compiled.n_regs, compiled.metadata.shared, self.num_warps)
-        self._compiled[device, pdl] = found = (compiled, resident)
+        words, shared = compiled.n_regs, compiled.metadata.shared
+        resident = _resident(self.device, words, shared, self.num_warps)
+        self._compiled[aligned, pdl] = found = (compiled, resident)
         return found
 
-    def _options(self, pdl: bool) -> dict[str, Any]:
-        return {"num_warps": self.num_warps, **({"launch_pdl": True} if pdl else {})}
+
+def _unaligned(type: Any) -> Any:
+    """The same kind of argument, of a value that is no multiple of 16."""
+    return 2 if isinstance(type, int) else torch.empty(2, dtype=type)[1:]
 
 
 def _resident(device: torch.device, thread_words: int, shared_bytes: int, num_warps: int) -> int:

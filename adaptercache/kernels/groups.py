@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adaptercache.kernels.dots import dot_rounded
+from adaptercache.kernels.dots import dot_into, dot_rounded
 from adaptercache.kernels.jit import pick
 from adaptercache.kernels.paging import load_part, part_pages
 
-__all__ = ["block_of", "expand_group", "is_last", "sum_parts"]
+__all__ = ["block_of", "expand_group", "is_last", "shrink_group", "sum_parts"]
 
 
 @triton.jit
@@ -54,6 +54,64 @@ def block_of(block, B0: tl.constexpr, B1: tl.constexpr, WIDTH: tl.constexpr, M: 
     if M > 2:
         m += tl.where(block >= B0 + B1, 1, 0)
     return m, (block - pick(m, 0, B0, B0 + B1, M)) * WIDTH
+
+
+@triton.jit
+def shrink_group(
+    x,
+    x_stride,
+    arena,
+    slot_pages,
+    num_pages,
+    begin,
+    rows,  # [16], of A
+    r,
+    split,
+    its_tokens,
+    partials,  # the module's
+    counter,
+    K: tl.constexpr,
+    ROOM: tl.constexpr,
+    RANK: tl.constexpr,
+    GROUP_BK: tl.constexpr,
+    DOT_BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAGE_ELEMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_IN_FLOAT32: tl.constexpr,
+):
+    """16 rows of A and GROUP_BK columns, for the tokens of a group; the last program there adds all
+    parts of K up."""
+    token = tl.load(its_tokens + tl.arange(0, 16))
+    live = token >= 0
+    first, page, next_page = part_pages(
+        slot_pages, begin, rows, rows < r, split * GROUP_BK, K, GROUP_BK, PAGE_ELEMS, ROWS
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # [16, 16]
+    h = tl.zeros([16, 16], tl.float32)
+    for step in tl.range(0, GROUP_BK, DOT_BK, num_stages=STAGES):
+        # [16, DOT_BK]
+        a = load_part(
+            arena, slot_pages, num_pages, begin, rows, rows < r, split * GROUP_BK, K, first, page,
+            next_page, step, GROUP_BK, DOT_BK, PAGE_ELEMS, ROWS, ALIGNED,
+        )  # fmt: skip
+        k = split * GROUP_BK + step + tl.arange(0, DOT_BK)
+        # [16, DOT_BK]
+        xs = tl.load(
+            x + token.to(tl.int64)[:, None] * x_stride + k[None, :],
+            mask=live[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
+        h = dot_into(h, xs, tl.trans(a), DOT_IN_FLOAT32)
+    PARTS: tl.constexpr = (K + GROUP_BK - 1) // GROUP_BK
+    to = partials + (token * ROOM).to(tl.int64)[:, None] * RANK + rows[None, :]
+    tl.store(to + split * RANK, h, mask=live[:, None])
+    if PARTS > 1 and is_last(counter, PARTS):
+        sum_parts(to, live[:, None] & (rows >= 0)[None, :], RANK, PARTS, min(PARTS, 16), 16, 16)
 
 
 @triton.jit

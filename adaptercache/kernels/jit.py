@@ -40,6 +40,8 @@ def pick(m, v0, v1, v2, M: tl.constexpr):
 def share_of(units, program, programs, IN_RUNS: tl.constexpr):
     """A program's units, as a range: in a run, side by side in memory, or every so many."""
     if IN_RUNS:
-        each = tl.cdiv(units, programs)
-        return program * each, tl.minimum(program * each + each, units), 1
+        each = units // programs
+        longer = units % programs  # programs that have one unit more
+        first = program * each + tl.minimum(program, longer)
+        return first, first + each + tl.where(program < longer, 1, 0), 1
     return program, units, programs

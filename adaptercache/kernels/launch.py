@@ -3,69 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adaptercache.kernels.binary import has_pdl
+from adaptercache.kernels.binary import INTERPRETED, Address, address
 from adaptercache.kernels.segments import LoraBatch
-from adaptercache.kernels.tuning import modules_at_once
-from adaptercache.kernels.variants import pair_for
+from adaptercache.kernels.stack import Group
+from adaptercache.kernels.tuning import all_singles, modules_at_once
+from adaptercache.kernels.variants import Pair, pair_for
+from adaptercache.kernels.work import LONG, SHORT
 
 __all__ = ["add_lora_triton"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A pair of launches for up to three modules of a group, and the arguments that stay."""
+
+    pair: Pair
+    modules: slice
+    to_shrink: tuple[Address | int, ...]
+    to_expand: tuple[Address | int, ...]
+
+
 def add_lora_triton(
-    outputs: Sequence[Tensor], x: Tensor, batch: LoraBatch, modules: Sequence[str], layer: int
+    y: Tensor | Sequence[Tensor], x: Tensor, batch: LoraBatch, group: Group
 ) -> None:
-    """Add the LoRA terms of modules that share their input; one y a module. All is checked.
+    """Add the LoRA terms of modules that share their input. All is checked.
 
     Makes a pair of launches for up to three modules, and nothing else: no allocation but that of
     scratch at its first use, no synchronisation.
     """
-    if batch.num_rows == 0:
+    rows = batch.num_rows
+    if rows == 0:
         return
-    work = batch.work()
-    at_once = modules_at_once(batch.rank_class)
-    for i in range(0, len(modules), at_once):
-        sites = [batch.stack.site(layer, module) for module in modules[i : i + at_once]]
-        _launch_pair(outputs[i : i + at_once], x, batch, work, sites)
+    stack = batch.stack
+    work = address(batch.work())
+    alone = batch.shape.is_small and all_singles(group.elements, batch.rank_class, rows)
+    kind = (batch.rank_class, rows <= SHORT, alone, batch.shape.is_small, rows > LONG)
+    launches = group.launches.get(kind)
+    if launches is None:
+        launches = group.launches[kind] = _launches(batch, group, alone)
+    of_batch: tuple[Any, ...] = (work,)
+    units = rows
+    if not batch.shape.is_small:
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        units = batch.shape.max_groups if capturing else max(1, batch.num_groups)
+        of_batch = (work, batch.shape.max_groups)
+    x_at, x_stride = address(x), x.stride(0)
+    outputs, strides, aligned = _outputs(y, group)
+    aligned = aligned and not (x_stride % 16 or x.data_ptr() % 16)
+    for launch in launches:
+        pair = launch.pair
+        sums, zeros = stack.scratch(rows * pair.scratch, rows * pair.counters)
+        partials = address(sums)
+        pair.shrink.launch(
+            units * pair.shrink_programs,
+            (x_at, x_stride, *launch.to_shrink, *of_batch, partials, address(zeros), rows),
+            aligned=aligned,
+            pdl=pair.pdl and batch.has_launched,
+        )
+        at, apart = _three(outputs[launch.modules]), _three(strides[launch.modules])
+        pair.expand.launch(
+            units * pair.expand_programs,
+            (*at, *apart, *launch.to_expand, *of_batch, partials, rows),
+            aligned=aligned,
+            pdl=pair.pdl,
+        )
         batch.has_launched = True
 
 
-def _launch_pair(
-    outputs: Sequence[Tensor], x: Tensor, batch: LoraBatch, work: Tensor, sites: list[int]
-) -> None:
-    stack, rows, device = batch.stack, batch.num_rows, batch.stack.device
-    pair = pair_for(stack, x.shape[1], [y.shape[1] for y in outputs], batch.rank_class, rows)
-    partials, counters = stack.scratch(rows * pair.scratch, rows * pair.counters)
-    units = rows
-    shape: tuple[Any, ...] = (work,)
-    if not batch.shape.is_small:
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        units = batch.shape.max_groups if capturing else max(1, batch.num_groups)
-        shape = (work, batch.shape.max_groups)
-    tables = (stack.arena, stack.pages, stack.start, stack.rank)
-    paging = (stack.table.stride(0), stack.shape.num_pages, *_three(sites))
-    strides = [y.stride(0) for y in outputs]
-    aligned = not (x.data_ptr() % 16 or x.stride(0) % 16)
-    for y, stride in zip(outputs, strides, strict=True):
-        aligned = aligned and not (y.data_ptr() % 16 or stride % 16)
-    pdl = has_pdl(device)
-    pair.shrink.launch(
-        units * pair.shrink_programs,
-        (x, x.stride(0), *tables, *paging, *shape, partials, counters, rows), device,
-        aligned=aligned, pdl=pdl and batch.has_launched,
-    )  # fmt: skip
-    pair.expand.launch(
-        units * pair.expand_programs,
-        (*_three(outputs), *_three(strides), *tables, stack.scaling, *paging, *shape, partials,
-         rows), device,
-        aligned=aligned, pdl=pdl,
-    )  # fmt: skip
+def _launches(batch: LoraBatch, group: Group, alone: bool) -> tuple[_Launch, ...]:
+    stack, rank_class = batch.stack, batch.rank_class
+    at_once = modules_at_once(rank_class)
+    tables = tuple(map(address, (stack.arena, stack.pages, stack.start, stack.rank)))
+    launches = []
+    for i in range(0, len(group.modules), at_once):
+        modules = slice(i, i + at_once)
+        shape = (group.in_features, group.widths[modules], rank_class, batch.num_rows)
+        pair = pair_for(stack, *shape, all_singles=alone)
+        paging = (stack.table.stride(0), stack.shape.num_pages, *_three(group.sites[modules]))
+        to_expand = (*tables, address(stack.scaling), *paging)
+        launches.append(_Launch(pair, modules, (*tables, *paging), to_expand))
+    return tuple(launches)
 
 
-def _three(values: Sequence[Any]) -> list[Any]:
+def _outputs(y: Tensor | Sequence[Tensor], group: Group) -> tuple[list[Address], list[int], bool]:
+    """Where each module's y lies, its row stride, and whether all are multiples of 16."""
+    if isinstance(y, Tensor):
+        if INTERPRETED:
+            y = y.split(group.widths, dim=1)
+        else:  # without a tensor a module, which take longer to make than a launch
+            at, itemsize, stride = y.data_ptr(), y.itemsize, y.stride(0)
+            addresses: list[Address] = []
+            aligned = not stride % 16
+            for width in group.widths:
+                addresses.append(at)
+                aligned = aligned and not at % 16
+                at += width * itemsize
+            return addresses, [stride] * len(addresses), aligned
+    strides = [output.stride(0) for output in y]
+    aligned = not any(stride % 16 for stride in strides)
+    aligned = aligned and not any(output.data_ptr() % 16 for output in y)
+    return [address(output) for output in y], strides, aligned
+
+
+def _three(values: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
     """Kernels take three of each; the last is repeated, and not looked at."""
-    return [*values, *(values[-1] for _ in range(3 - len(values)))]
+    return (*values, *[values[-1]] * (3 - len(values)))

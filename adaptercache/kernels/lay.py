@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaptercache.kernels.binary import Binary
+from adaptercache.kernels.binary import Binary, address
 
 __all__ = ["PROGRAMS", "lay"]
 
@@ -51,10 +51,10 @@ lay_kernel = triton.jit(
 
 
 @cache
-def _binary(rows: int, words: int, block: int) -> Binary:
+def _binary(device: torch.device, rows: int, words: int, block: int) -> Binary:
     constants = {"ROWS": rows, "CELL": words, "BLOCK": block}
     types = (torch.int64, torch.int64, torch.int32, 1, 1)
-    return Binary(lay_kernel, constants, types, num_warps=8)
+    return Binary(lay_kernel, device, constants, types, num_warps=8)
 
 
 def lay(arena: Tensor, chunk: Tensor, pages: Tensor) -> None:
@@ -62,7 +62,6 @@ def lay(arena: Tensor, chunk: Tensor, pages: Tensor) -> None:
     rows, num_pages, words = arena.shape
     block = min(_WORDS, triton.next_power_of_2(words))
     units = len(chunk) * rows * triton.cdiv(words, block)
-    args = (arena, chunk, pages, num_pages, units)
-    _binary(rows, words, block).launch(
-        min(units, PROGRAMS), args, arena.device, aligned=True, pdl=False
-    )
+    args = (address(arena), address(chunk), address(pages), num_pages, units)
+    binary = _binary(arena.device, rows, words, block)
+    binary.launch(min(units, PROGRAMS), args, aligned=True, pdl=False)

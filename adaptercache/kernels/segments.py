@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class LoraBatch:
         pad_to: the number of rows of x and y, where it is larger than the number of tokens; rows
             beyond the tokens are left alone.
         rank_class: an upper bound of the ranks in the batch (see `rank_class_of`).
+        ranks: of slots, an upper bound of their own ranks, where it is lower: mixed ranks are
+            sooner done where this is told.
         wait: called with a layer before that layer's adapters are read.
 
     Raises:
@@ -52,21 +54,23 @@ class LoraBatch:
         *,
         pad_to: int | None = None,
         rank_class: int = 16,
+        ranks: Mapping[int, int] | None = None,
         wait: Callable[[int], None] | None = None,
     ) -> None:
-        self.num_tokens = 0
-        for slot, tokens in segments:
-            if not BASE_SLOT <= slot < stack.num_slots:
-                raise ValueError(f"slot {slot}: there are {BASE_SLOT} to {stack.num_slots - 1}")
-            if tokens < 0:
-                raise ValueError(f"{tokens} tokens of slot {slot}")
-            self.num_tokens += tokens
+        slots, counts = zip(*segments, strict=True) if segments else ((), ())
+        if slots and not (min(slots) >= BASE_SLOT and max(slots) < stack.num_slots):
+            wrong = min(slots) if min(slots) < BASE_SLOT else max(slots)
+            raise ValueError(f"slot {wrong}: there are {BASE_SLOT} to {stack.num_slots - 1}")
+        if counts and min(counts) < 0:
+            raise ValueError(f"{min(counts)} tokens of slot {slots[counts.index(min(counts))]}")
+        self.num_tokens = sum(counts)
         self.num_rows = self.num_tokens if pad_to is None else pad_to
         if self.num_tokens > self.num_rows:
             raise ValueError(f"{self.num_tokens} tokens, but pad_to is {pad_to}")
         self.stack = stack
         self.segments = tuple(segments)
         self.rank_class = rank_class
+        self._ranks = ranks or {}
         self._wait = wait
         self.shape = WorkShape(self.num_rows, stack.num_slots)
         self.num_groups = 0
@@ -112,7 +116,7 @@ class LoraBatch:
                     "a LoraBatch is made before a CUDA graph is captured, and the batch that was "
                     f"made last for {self.num_rows} rows is the one to capture"
                 )
-            numbers = self.shape.lay_out(self.segments)
+            numbers = self.shape.lay_out(self.segments, self.rank_class, self._ranks)
             self.num_groups = numbers[0]
             buffer.write(numbers, self._name)
             self.has_launched = False
@@ -122,3 +126,4 @@ class LoraBatch:
         """Make the compute stream wait until this layer's adapters are in place."""
         if self._wait is not None:
             self._wait(layer)
+            self.has_launched = False  # the next kernel reads what came behind all before it

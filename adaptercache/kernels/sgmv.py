@@ -13,7 +13,7 @@ import triton.language as tl
 
 from adaptercache.kernels.dots import dot_into
 from adaptercache.kernels.groups import block_of, expand_group, is_last, sum_parts
-from adaptercache.kernels.jit import kernel, pick
+from adaptercache.kernels.jit import kernel, pick, share_of
 from adaptercache.kernels.paging import load_part, part_pages
 
 __all__ = ["sgmv_expand", "sgmv_shrink"]
@@ -61,10 +61,10 @@ def sgmv_shrink(
     tile = strip // (BM // STRIP)
     if tile >= tl.load(work):
         return
-    its_tokens = work + 2 + max_groups + strip * STRIP
+    its_tokens = work + 8 + max_groups + strip * STRIP
     if tl.load(its_tokens) < 0:
         return
-    slot = tl.load(work + 2 + tile)
+    slot = tl.load(work + 8 + tile)
     at = slot * table_stride
     slot_pages = pages + at
     # [STRIP], [RANK]
@@ -211,17 +211,15 @@ def sgmv_expand(
     # Programs take runs of blocks, so that one adds a strip's partials up but once.
     STRIPS: tl.constexpr = BM // STRIP
     units = tl.load(work) * (STRIPS * BLOCKS)
-    run = tl.cdiv(units, tl.num_programs(0))
-    unit = tl.program_id(0) * run
-    end = tl.minimum(unit + run, units)
+    unit, end, _ = share_of(units, tl.program_id(0), tl.num_programs(0), True)
     while unit < end:
         strip = unit // BLOCKS
         block = unit % BLOCKS
         m, column = block_of(block, B0, B1, BN, M)
         blocks = tl.minimum(end - unit, pick(m, B0, B0 + B1, BLOCKS, M) - block)
         blocks = tl.minimum(blocks, PAGE_ELEMS // BN)
-        its_tokens = work + 2 + max_groups + strip * STRIP
-        slot = tl.load(work + 2 + strip // STRIPS)
+        its_tokens = work + 8 + max_groups + strip * STRIP
+        slot = tl.load(work + 8 + strip // STRIPS)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
         r = tl.load(rank + at)
         if (r > 0) & (tl.load(its_tokens) >= 0):

@@ -6,6 +6,8 @@ Nothing here knows of a cache: these are tensors at fixed addresses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from cachetools import LRUCache
@@ -17,9 +19,26 @@ from adaptercache.kernels.work_buffer import WorkBuffer
 from adaptercache.layout import ADAPTER_PAGE_BYTES, ALIGN, ArenaShape, LoraLayout, align
 from adaptercache.packing import VectorSpec
 
-__all__ = ["LoraStack"]
+__all__ = ["Group", "LoraStack"]
 
 _WORK_BUFFERS = 64  # numbers of rows: a graph's few, and an eager engine's latest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Modules of one layer that share their input, as a call of `add_lora` names them."""
+
+    layer: int
+    modules: tuple[str, ...]
+    sites: tuple[int, ...]
+    """Their indices in the tables."""
+    in_features: int
+    widths: tuple[int, ...]
+    """Their out_features."""
+    elements: int
+    """Of their A and B, a rank."""
+    launches: dict[Any, Any] = field(default_factory=dict)
+    """What was found out for launching them, kept for the next step (see `launch`)."""
 
 
 class LoraStack:
@@ -63,6 +82,9 @@ class LoraStack:
         )
         self.scaling = scaling.view(torch.float32)
         self.start.fill_(-1)
+        self.device = self.arena.device
+        self.dtype = dtype
+        self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
         self._index = {(s.layer, s.module): i for i, s in enumerate(layout.sites)}
         self._work: LRUCache[int, WorkBuffer] = LRUCache(_WORK_BUFFERS)
         self._captured_work: dict[int, WorkBuffer] = {}
@@ -118,14 +140,6 @@ class LoraStack:
             first += pages[slot]
         return stack
 
-    @property
-    def device(self) -> torch.device:
-        return self.arena.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.arena.dtype
-
     def site(self, layer: int, module: str) -> int:
         """The index of a site in the tables.
 
@@ -139,6 +153,31 @@ class LoraStack:
                 f"no module {module!r} in layer {layer}: the layout has layers 0 to "
                 f"{self.layout.num_layers - 1} with {', '.join(self.layout.modules)}"
             ) from None
+
+    def group(self, layer: int, modules: Sequence[str]) -> Group:
+        """The modules that one call of `add_lora` serves; the same object each time.
+
+        Raises:
+            TypeError: one string instead of several.
+            ValueError: no modules, an unknown one, or inputs that differ in width.
+        """
+        key = (layer, modules if isinstance(modules, tuple) else tuple(modules))
+        return self._groups.get(key) or self._new_group(key, modules)
+
+    def _new_group(self, key: tuple[int, tuple[str, ...]], modules: Sequence[str]) -> Group:
+        if isinstance(modules, str):
+            raise TypeError(f"modules is one string: give ({modules!r},)")
+        layer, names = key
+        indices = tuple(self.site(layer, name) for name in names)
+        sites = [self.layout.sites[index] for index in indices]
+        if not names:
+            raise ValueError("no modules are named")
+        if len({site.in_features for site in sites}) > 1:
+            raise ValueError(f"{', '.join(names)}: their inputs differ in width")
+        widths = tuple(site.out_features for site in sites)
+        elements = sum(site.in_features + site.out_features for site in sites)
+        group = Group(layer, names, indices, sites[0].in_features, widths, elements)
+        return self._groups.setdefault(key, group)
 
     def work(self, shape: WorkShape) -> WorkBuffer:
         """The buffer for batches of as many rows, the same one each time: of the last 64 numbers of

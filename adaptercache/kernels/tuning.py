@@ -1,12 +1,11 @@
 """The choice of block sizes: one rule, known from a launch's shape before anything runs.
 
-From sweeps of block sizes on an H200, before the kernels' last change: `in_runs`, and the tiles of
-rank classes over 16, are not measured yet. `benchmarks/tune_kernels.py` tries others.
+From sweeps of block sizes on an H200, which `benchmarks/tune_kernels.py` repeats on other GPUs.
 
 What carries over to other GPUs: memory is read in segments of 512 bytes and more; a thread of the
 matrix-vector path holds all rows of its columns, so that nothing is exchanged; programs that stride
-over work are no more than fit at once (see `binary`); and loops are long enough to hide the
-memory's latency behind their own pipeline.
+over work are no more than fit at once (see `binary`), so a few more of them are worth a few spilled
+words; and loops are long enough to hide the memory's latency behind their own pipeline.
 """
 
 from __future__ import annotations
@@ -14,18 +13,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptercache.kernels.work import LARGE_TILE
+from adaptercache.kernels.work import LARGE_TILE, LONG, SHORT, SMALL
 
-__all__ = ["Bgmv", "Sgmv", "bgmv_blocks", "modules_at_once", "sgmv_blocks"]
+__all__ = [
+    "Bgmv",
+    "Sgmv",
+    "all_singles",
+    "bgmv_blocks",
+    "modules_at_once",
+    "rows_alike",
+    "sgmv_blocks",
+]
 
 UNALIGNED = 32
 """Columns at once where a width is no multiple of 16: every element looks up its own page."""
+FROM_L2 = 20 << 20
+"""Elements that the L2 passes on to all tokens of a launch in no more time than groups take."""
+SHARED_BYTES = 160 << 10
+"""Of a multiprocessor's shared memory, for one program: what GPUs since the A100 have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bgmv:
-    """``bk``, ``bn``: columns of A and of Bᵀ a program, for a single; ``group_…``, for a group;
-    ``dot_bk``: at once on the tensor cores."""
+    """``bk``, ``bn``: columns of A and of Bᵀ a program, for a single; ``group_…``, for a group.
+    ``dot_bk``: at once on the tensor cores. ``in_runs``: an expand's program does blocks side by
+    side. ``all_singles``: groups are not used. ``…_words``: that a thread keeps at most."""
 
     bk: int
     group_bk: int
@@ -37,6 +49,9 @@ class Bgmv:
     shrink_stages: int
     expand_stages: int
     in_runs: bool
+    all_singles: bool
+    shrink_words: int | None
+    expand_words: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,44 +88,84 @@ def _power_of_2(least: int) -> int:
     return 1 << max(0, least - 1).bit_length()
 
 
-def bgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Bgmv:
-    """For few tokens."""
-    bk = _divisor([in_features], 512)
-    bn = _divisor(out_features, max(128, 8192 // rank_class))
+def all_singles(elements: int, rank_class: int, num_rows: int) -> bool:
+    """Whether tokens that share an adapter are best done as if they didn't: the L2 serves them, and
+    a group's chain of steps takes 2 to 5 µs more than a single's. ``elements``: of A and B, a rank.
+    """
+    return num_rows <= SHORT or num_rows * rank_class * elements <= FROM_L2
+
+
+def rows_alike(elements: int, rank_class: int, num_rows: int) -> int:
+    """The most rows that are served by the same binaries as these; over 2,048, one more."""
+    shared = FROM_L2 // (rank_class * elements)
+    steps = (SHORT, min(max(shared, SHORT), SMALL), SMALL, LONG)
+    return next((most for most in steps if num_rows <= most), LONG + 1)
+
+
+def bgmv_blocks(
+    in_features: int,
+    out_features: Sequence[int],
+    rank_class: int,
+    *,
+    itemsize: int,
+    is_short: bool,
+    all_singles: bool,
+) -> Bgmv:
+    """For few tokens; ``is_short``: so few that more, smaller programs are done sooner."""
+    bk = _divisor([in_features], 256 if is_short and rank_class <= 16 else 512)
+    bn = _divisor(out_features, 512)
     if min(bk, bn) < 16:
         bk = bn = UNALIGNED
-    dot_bk = min(bk, 128)
     return Bgmv(
         bk=bk,
-        # The fewer parts of K, the less an expand adds up; the more, the sooner they are done.
-        group_bk=max(dot_bk, min(512, _power_of_2(in_features // 8))),
-        dot_bk=dot_bk,
+        group_bk=max(
+            min(bk, 128), min(512 if rank_class <= 16 else 1024, _power_of_2(in_features // 8))
+        ),
+        dot_bk=min(bk, 128),
         bn=bn,
-        group_bn=min(bn, max(16, min(128, 8192 // rank_class))),
+        group_bn=min(bn, max(16, min(128, 4096 // rank_class))),
         shrink_warps=max(1, min(2, bk // 256)),
         expand_warps=rank_class // 64 if rank_class >= 256 else 2 if bn * rank_class >= 1024 else 1,
         shrink_stages=3,
-        expand_stages=1,
-        in_runs=True,
+        expand_stages=2 if rank_class <= 16 else 1,
+        in_runs=rank_class <= 16,
+        all_singles=all_singles,
+        shrink_words={16: 96, 64: 104}.get(rank_class) if bk == 512 and itemsize == 2 else None,
+        expand_words={16: 112, 64: 160}.get(rank_class) if itemsize == 2 else None,
     )
 
 
-def sgmv_blocks(in_features: int, out_features: Sequence[int], rank_class: int) -> Sgmv:
-    """For many tokens."""
-    bk = _divisor([in_features], 128 if rank_class <= 16 else 64)
+def sgmv_blocks(
+    in_features: int,
+    out_features: Sequence[int],
+    rank_class: int,
+    *,
+    itemsize: int,
+    is_long: bool,
+) -> Sgmv:
+    """For many tokens; ``is_long``: over 2,048, which are parallel enough with few splits of K."""
+
+    def stages(bk: int) -> int:
+        """Of the shrink's pipeline, as shared memory allows."""
+        columns = (LARGE_TILE + len(out_features) * rank_class) * itemsize
+        return min(4, SHARED_BYTES // (columns * bk))
+
+    longest = 128 if rank_class <= 64 else 64
+    bk = _divisor([in_features], longest if stages(longest) >= 3 else 64)
     bn = _divisor(out_features, max(16, min(128, 8192 // rank_class)))
     wide = rank_class <= 128
+    splits = (2 if is_long else 8) if rank_class <= 16 else 1 if is_long else 4
     if min(bk, bn) < 16:
         bk, bn, wide = UNALIGNED, max(16, min(UNALIGNED, 4096 // rank_class)), False
     return Sgmv(
         bk=bk,
-        splits=max(1, min(16, in_features // 512)),
+        splits=max(1, min(in_features // 512, splits)),
         bn=bn,
         shrink_strip=LARGE_TILE if wide else 32 if rank_class > 128 else 16,
-        expand_strip=32 if wide else 16,
+        expand_strip=(32 if rank_class != 64 else 64) if wide else 16,
         sum_at_once=max(1, 128 // rank_class),
         shrink_warps=4 if rank_class <= 16 else 8,
         expand_warps=4 if 16 < rank_class <= 256 else 8,
-        shrink_stages=3 if wide else 2,
+        shrink_stages=stages(bk) if wide else 2,
         expand_stages=3 if wide else 2,
     )

@@ -13,8 +13,8 @@ import triton
 from adaptercache.kernels import bgmv, sgmv
 from adaptercache.kernels.binary import INTERPRETED, Binary, has_pdl
 from adaptercache.kernels.stack import LoraStack
-from adaptercache.kernels.tuning import bgmv_blocks, modules_at_once, sgmv_blocks
-from adaptercache.kernels.work import LARGE_TILE, SMALL
+from adaptercache.kernels.tuning import all_singles, bgmv_blocks, modules_at_once, sgmv_blocks
+from adaptercache.kernels.work import LARGE_TILE, LONG, SHORT, SMALL
 
 __all__ = ["Pair", "compile_group", "pair_for"]
 
@@ -25,6 +25,7 @@ class Pair:
 
     shrink: Binary
     expand: Binary
+    pdl: bool
     scratch: int
     """float32 elements a row."""
     counters: int
@@ -35,13 +36,20 @@ class Pair:
 
 
 def pair_for(
-    stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
+    stack: LoraStack,
+    k: int,
+    widths: Sequence[int],
+    rank_class: int,
+    num_rows: int,
+    *,
+    all_singles: bool,
 ) -> Pair:
     """The binaries for modules of these widths that share an input of width ``k``."""
-    shape = (stack.device, stack.dtype, stack.shape.page_elems, stack.shape.rows)
+    stacks = (stack.device, stack.dtype, stack.shape.page_elems, stack.shape.rows)
+    shape = (k, tuple(widths), rank_class)
     if num_rows <= SMALL:
-        return _bgmv_pair(*shape, k, tuple(widths), rank_class)
-    return _sgmv_pair(*shape, k, tuple(widths), rank_class)
+        return _bgmv_pair(*stacks, *shape, num_rows <= SHORT, all_singles)
+    return _sgmv_pair(*stacks, *shape, num_rows > LONG)
 
 
 def compile_group(
@@ -51,13 +59,14 @@ def compile_group(
 
     What is compiled lies in Triton's cache on disk, for other processes too.
     """
-    pdl = has_pdl(stack.device)
     at_once = modules_at_once(rank_class)
+    alone = all_singles(len(widths) * k + sum(widths), rank_class, num_rows)
     for i in range(0, len(widths), at_once):
-        pair = pair_for(stack, k, widths[i : i + at_once], rank_class, num_rows)
-        for follows in {False, pdl}:
-            pair.shrink.compile(stack.device, pdl=follows)
-        pair.expand.compile(stack.device, pdl=pdl)
+        its = widths[i : i + at_once]
+        pair = pair_for(stack, k, its, rank_class, num_rows, all_singles=alone)
+        for follows in {False, pair.pdl}:
+            pair.shrink.compile(aligned=True, pdl=follows)
+        pair.expand.compile(aligned=True, pdl=pair.pdl)
         stack.scratch(num_rows * pair.scratch, num_rows * pair.counters)
 
 
@@ -70,31 +79,46 @@ def _bgmv_pair(
     k: int,
     widths: tuple[int, ...],
     rank_class: int,
+    is_short: bool,
+    alone: bool,
 ) -> Pair:
-    blocks, types = bgmv_blocks(k, widths, rank_class), _types(dtype, torch.int32)
+    shape = (k, widths, rank_class)
+    blocks = bgmv_blocks(*shape, itemsize=dtype.itemsize, is_short=is_short, all_singles=alone)
+    types = _types(dtype, torch.int32)
     splits = -(-k // blocks.bk)
     room = max(splits, -(-k // blocks.group_bk))
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
-    paged = _paged(device, dtype, page_elems, rows, aligned) | {"IN_RUNS": blocks.in_runs}
+    paged = _paged(device, dtype, page_elems, rows, aligned)
     shrink = {
         **{"K": k, "M": len(widths), "RANK": rank_class, "BK": blocks.bk, **paged},
         **{"GROUP_BK": blocks.group_bk, "DOT_BK": blocks.dot_bk, "STAGES": blocks.shrink_stages},
-        **{"ROOM": room, "VECTOR": _vector(16, blocks.bk, blocks.shrink_warps)},
+        **{"ALL_SINGLES": blocks.all_singles, "ROOM": room},
+        "VECTOR": _vector(16, blocks.bk, blocks.shrink_warps),
     }
     expand = {
         **{"K": k, **_widths(widths), "M": len(widths), "RANK": rank_class, **paged},
         **{"SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits)},
         **{"ROOM": room, "BN": blocks.bn, "GROUP_BN": blocks.group_bn},
-        "VECTOR": _vector(rank_class, blocks.bn, blocks.expand_warps),
-        "STAGES": blocks.expand_stages,
+        **{"VECTOR": _vector(rank_class, blocks.bn, blocks.expand_warps)},
+        **{"ALL_SINGLES": blocks.all_singles, "IN_RUNS": blocks.in_runs},
+        **{"STAGES": blocks.expand_stages},
     }
     return Pair(
-        Binary(bgmv.bgmv_shrink, shrink, types[0], blocks.shrink_warps, is_persistent=True),
-        Binary(bgmv.bgmv_expand, expand, types[1], blocks.expand_warps, is_persistent=True),
+        Binary(
+            *(bgmv.bgmv_shrink, device, shrink, types[0], blocks.shrink_warps),
+            max_words=blocks.shrink_words,
+            is_persistent=True,
+        ),
+        Binary(
+            *(bgmv.bgmv_expand, device, expand, types[1], blocks.expand_warps),
+            max_words=blocks.expand_words,
+            is_persistent=True,
+        ),
+        pdl=has_pdl(device),
         scratch=len(widths) * room * rank_class,
         counters=len(widths) * rank_class // 16,
         shrink_programs=len(widths) * room * rank_class // 16,
-        expand_programs=sum(-(-width // blocks.bn) for width in widths),
+        expand_programs=sum(-(-width // min(blocks.bn, 128)) for width in widths),
     )
 
 
@@ -107,8 +131,10 @@ def _sgmv_pair(
     k: int,
     widths: tuple[int, ...],
     rank_class: int,
+    is_long: bool,
 ) -> Pair:
-    blocks, types = sgmv_blocks(k, widths, rank_class), _types(dtype, torch.int32, 2)
+    blocks = sgmv_blocks(k, widths, rank_class, itemsize=dtype.itemsize, is_long=is_long)
+    types = _types(dtype, torch.int32, 2)
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
     both = {
         **{"K": k, "M": len(widths), "SPLITS": blocks.splits, "RANK": rank_class},
@@ -124,8 +150,9 @@ def _sgmv_pair(
     }
     columns = sum(-(-width // blocks.bn) for width in widths)
     return Pair(
-        Binary(sgmv.sgmv_shrink, shrink, types[0], blocks.shrink_warps),
-        Binary(sgmv.sgmv_expand, expand, types[1], blocks.expand_warps, is_persistent=True),
+        Binary(sgmv.sgmv_shrink, device, shrink, types[0], blocks.shrink_warps),
+        Binary(sgmv.sgmv_expand, device, expand, types[1], blocks.expand_warps, is_persistent=True),
+        pdl=has_pdl(device),
         scratch=len(widths) * blocks.splits * rank_class,
         counters=LARGE_TILE // blocks.shrink_strip,
         shrink_programs=blocks.splits * (LARGE_TILE // blocks.shrink_strip),

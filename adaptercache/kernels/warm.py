@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from adaptercache.kernels.segments import RANK_CLASSES, rank_class_of
 from adaptercache.kernels.stack import LoraStack
-from adaptercache.kernels.work import SMALL
+from adaptercache.kernels.tuning import rows_alike
+from adaptercache.kernels.work import LONG
 
 __all__ = ["warmup"]
 
@@ -39,7 +40,10 @@ def warmup(
     largest = rank_class_of(stack.layout.max_rank)
     for k, outs in sorted(widths):
         for rank_class in [each for each in RANK_CLASSES if each <= largest]:
-            for rows in {min(SMALL, num_rows), num_rows}:
+            rows = 0
+            while rows < num_rows:
+                most = rows_alike(len(outs) * k + sum(outs), rank_class, rows + 1)
+                rows = num_rows if most > LONG else min(most, num_rows)
                 compile_group(stack, k, outs, rank_class, rows)
 
 
@@ -53,12 +57,10 @@ def _default(stack: LoraStack) -> list[tuple[str, ...]]:
 def _widths(stack: LoraStack, groups: Sequence[Sequence[str]]) -> set[tuple[int, tuple[int, ...]]]:
     """In and out of each group, in every layer that has it."""
     found = set()
-    sites = {(site.layer, site.module): site for site in stack.layout.sites}
-    for group in groups:
+    sites = {(site.layer, site.module) for site in stack.layout.sites}
+    for modules in groups:
         for layer in range(stack.layout.num_layers):
-            if group[0] not in stack.layout.modules or (layer, group[0]) in sites:
-                its = [stack.layout.sites[stack.site(layer, module)] for module in group]
-                if len({site.in_features for site in its}) > 1:
-                    raise ValueError(f"{', '.join(group)}: their inputs differ in width")
-                found.add((its[0].in_features, tuple(site.out_features for site in its)))
+            if modules[0] not in stack.layout.modules or (layer, modules[0]) in sites:
+                group = stack.group(layer, modules)
+                found.add((group.in_features, group.widths))
     return found

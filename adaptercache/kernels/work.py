@@ -2,29 +2,40 @@
 
 ``int32``, in this order, each part with room for the most that there can be:
 
-- the number of groups, and the number of singles;
+- the number of groups;
+- three numbers of singles: with adapters of ranks over 32, of 17 to 32, and the others;
+- three numbers of tokens, likewise;
+- a number that means nothing;
 - of each group its slot;
 - of each group its tokens, −1 after the last;
-- of each single its slot;
-- of each single its token.
+- of each token its slot, and
+- its row: those with adapters of ranks over 32, of 17 to 32, and the others, and of each of these
+  the singles first.
 
-A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token with its slot: SGMV
-has no path of its own for it, and no singles.
+A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token of no group. BGMV
+takes groups and singles, or all tokens as if they were singles. SGMV has no path for singles: all
+its tokens are in groups, and the last two parts are not there.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-__all__ = ["LARGE_TILE", "SMALL", "SMALL_TILE", "WorkShape", "rows_by_slot"]
+__all__ = ["LARGE_TILE", "LONG", "SHORT", "SMALL", "SMALL_TILE", "WorkShape", "rows_by_slot"]
 
 SMALL = 512
 """Rows: up to here the kernels for few tokens are the faster ones."""
-FEW = 3
+LONG = 2048
+"""Rows: over them, tiles alone keep a GPU busy."""
+FEW = 2
 """Tokens of a slot: fewer are singles, that the L2 serves with what they share."""
+SHORT = 16
+"""Rows: up to here, more and smaller programs are done sooner."""
 
+HEADER = 8  # numbers before the groups' slots; the kernels' own
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens a group; the kernels' own
 
 
@@ -90,35 +101,72 @@ class WorkShape:
     @property
     def numel(self) -> int:
         singles = self.num_rows if self.is_small else 0
-        return 2 + (1 + self.tile) * self.max_groups + 2 * singles
+        return HEADER + (1 + self.tile) * self.max_groups + 2 * singles
 
-    def lay_out(self, segments: Sequence[tuple[int, int]]) -> array[int]:
-        """The numbers. O(tokens)."""
+    def lay_out(
+        self, segments: Sequence[tuple[int, int]], rank_class: int, ranks: Mapping[int, int]
+    ) -> array[int]:
+        """The numbers. O(tokens).
+
+        Args:
+            rank_class: an upper bound of all ranks.
+            ranks: of slots, a lower one of their own.
+        """
         tile, few = self.tile, FEW if self.is_small else 1
-        rows_of = rows_by_slot(segments)
-        singles, alone = array("i"), array("i")
-        groups, tokens = array("i"), array("i")
-        for slot, rows in rows_of.items():
-            left = len(rows)
-            if left % tile < few:
-                left -= left % tile
-                for row in rows[left:] if left else rows:
-                    singles.append(slot)
-                    alone.append(row)
-                if not left:
-                    continue
-            for first in range(0, left, tile):
-                groups.append(slot)
-                tokens.extend(rows[first : first + tile])
-                tokens.extend(_NONE[left - first : tile])
-        numbers = array("i", (len(groups), len(singles)))
-        parts = [(groups, self.max_groups), (tokens, self.max_groups * tile)]
+        by_rank = (_Tokens(), _Tokens(), _Tokens())
+        over32, over16, up_to16 = by_rank
+        its = up_to16
+        groups: list[int] = []
+        tokens = array("i")
+        for slot, rows in rows_by_slot(segments).items():
+            if rank_class > 16:
+                rank = ranks.get(slot, rank_class)
+                its = over32 if rank > 32 else over16 if rank > 16 else up_to16
+            count = len(rows)
+            alone = count % tile
+            if alone >= few:
+                alone = 0
+            if alone == count == 1:  # the most of them in decode
+                its.slots.append(slot)
+                its.rows.append(rows[0])
+                continue
+            grouped = count - alone
+            its.slots += [slot] * alone
+            its.rows += rows[grouped:]
+            if self.is_small:
+                its.grouped_slots += [slot] * grouped
+                its.grouped_rows += rows[:grouped]
+            groups += [slot] * -(-grouped // tile)
+            tokens.extend(array("i", rows[:grouped]))
+            tokens.extend(_NONE[: -grouped % tile])
+        singles = [len(each.slots) for each in by_rank]
+        all_tokens = [len(each.slots) + len(each.grouped_slots) for each in by_rank]
+        numbers = array("i", (len(groups), *singles, *all_tokens, 0))
+        _extend(numbers, groups, self.max_groups)
+        _extend(numbers, tokens, self.max_groups * tile)
         if self.is_small:
-            parts += [(singles, self.num_rows), (alone, self.num_rows)]
-        for part, room in parts:
-            numbers.extend(part)
-            numbers.frombytes(bytes(4 * (room - len(part))))
+            of_all = (slots for each in by_rank for slots in (each.slots, each.grouped_slots))
+            _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
+            of_all = (rows for each in by_rank for rows in (each.rows, each.grouped_rows))
+            _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
         return numbers
+
+
+def _extend(numbers: array[int], part: Sequence[int], room: int) -> None:
+    numbers.extend(part if isinstance(part, array) else array("i", part))
+    numbers.frombytes(bytes(4 * (room - len(part))))
+
+
+class _Tokens:
+    """Of adapters of like rank: singles, and tokens of groups."""
+
+    __slots__ = ("grouped_rows", "grouped_slots", "rows", "slots")
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.rows: list[int] = []
+        self.grouped_slots: list[int] = []
+        self.grouped_rows: list[int] = []
 
 
 _NONE = array("i", [-1] * LARGE_TILE)

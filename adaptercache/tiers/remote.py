@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from adaptercache.checkpoint.files import find_weights
 from adaptercache.errors import AdapterInvalid, AdapterNotFound, LoadFailed
+from adaptercache.regular_file import open_regular
 
 __all__ = ["CONFIG", "WEIGHTS", "DirectorySource", "Source", "TensorSource", "open_source"]
 
@@ -91,10 +93,11 @@ class DirectorySource:
         return {name: os.stat(folder / name).st_size for name in self._names(folder, adapter_id)}
 
     def read(self, adapter_id: str, revision: str, name: str, offset: int, into: memoryview) -> int:
-        with open(self._folder(adapter_id) / name, "rb", buffering=0) as file:
-            file.seek(offset)
+        with open_regular(self._folder(adapter_id) / name) as file:
             done = 0
-            while done < len(into) and (count := file.readinto(into[done:])):
+            while done < len(into) and (
+                count := os.preadv(file.fileno(), [into[done:]], offset + done)
+            ):
                 done += count
         if self.revision(adapter_id) != revision:
             raise LoadFailed("the adapter was rewritten while it was read", adapter_id=adapter_id)
@@ -134,6 +137,21 @@ class DirectorySource:
         return [CONFIG, weights] if weights else [CONFIG]
 
 
+def _copy(name: str, tensor: object) -> Tensor:
+    """In CPU memory of its own, row-major, its bytes its values."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: give a torch tensor")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise TypeError(f"{name} has no dense values: give a strided tensor")
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _as_list(value: object) -> list[object]:
+    if isinstance(value, (set, frozenset)):  # PEFT's own target_modules
+        return sorted(value, key=str)
+    raise TypeError(f"the config has {value!r:.80}: give what JSON can say")
+
+
 class TensorSource:
     """Adapters that the caller has put here, in memory, in PEFT's format. Thread-safe."""
 
@@ -148,15 +166,15 @@ class TensorSource:
 
         Args:
             tensors: by PEFT's names, as in ``adapter_model.safetensors``. They are copied.
-            config: as in ``adapter_config.json``.
+            config: as in ``adapter_config.json``, or what PEFT's ``LoraConfig.to_dict`` gives.
+
+        Raises:
+            TypeError: a tensor that has no dense values, or a config that JSON can't say.
         """
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} is a {type(tensor).__name__}: give a torch tensor")
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        copies = {name: _copy(name, tensor) for name, tensor in tensors.items()}
         files = {
-            CONFIG: json.dumps(dict(config)).encode(),
-            WEIGHTS: safetensors.torch.save(contiguous, {"format": "pt"}),
+            CONFIG: json.dumps(dict(config), default=_as_list).encode(),
+            WEIGHTS: safetensors.torch.save(copies, {"format": "pt"}),
         }
         revision = hashlib.sha256(files[CONFIG] + files[WEIGHTS]).hexdigest()
         with self._lock:

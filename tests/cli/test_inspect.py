@@ -331,3 +331,29 @@ def test_what_is_no_directory_is_refused(where: str, run: Any, case: Any) -> Non
     done = run("inspect", case("plain_p0.20.0") / where)
     assert done.code == 1
     assert "there is no such adapter directory" in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("adapters.safetensors", "MLX-LM"), ("adapter_model.pt", "weights in a pickle")],
+)
+def test_another_tools_adapter_is_sent_to_the_converter(
+    name: str, word: str, run: Any, tmp_path: Path
+) -> None:
+    (tmp_path / name).touch()
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    refused = run("inspect", str(tmp_path), "--json").json["refusal"]
+    assert word in refused["what"]
+    assert "adaptercache.convert.convert_to_peft" in refused["remedy"]
+    assert refused["option"] == "adaptercache convert"
+
+
+def test_an_adapters_file_or_folder_in_the_wrong_place_is_recognised(
+    run: Any, case: Any, table: Any
+) -> None:
+    name = "plain_p0.20.0"
+    file = f"{case(name)}/adapter_model.safetensors"
+    refused = run("inspect", file, "--base", table(name))
+    assert (refused.code, "found: a file" in refused.err) == (1, True)
+    refused = run("inspect", case(name), "--base", case(name))
+    assert (refused.code, "an adapter's config" in refused.err) == (1, True)

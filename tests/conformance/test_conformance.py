@@ -31,7 +31,7 @@ REFUSE = [name for name, case in CASES.items() if case["expect"] == "refuse"]
 REFUSALS: dict[str, tuple[type[AdapterCacheError], str]] = {
     "adalora_p0.20.0": (AdapterUnsupported, "ADALORA"),
     "alora_p0.20.0": (AdapterUnsupported, "alora_invocation_tokens"),
-    "alpha0_p0.20.0": (AdapterInvalid, "lora_alpha"),
+    "alpha0_p0.20.0": (AdapterInvalid, "where: lora_alpha; found: 0"),
     "bdlora_p0.20.0": (AdapterUnsupported, "use_bdlora"),
     "bias_all_p0.20.0": (AdapterUnsupported, "bias='all'"),
     "bias_lora_only_p0.11.1": (AdapterUnsupported, "bias='lora_only'"),

@@ -86,6 +86,25 @@ def test_a_file_of_each_dtype(family: str, dtype: torch.dtype) -> None:
         assert_all_consumed(checkpoint, path)
 
 
+@pytest.mark.parametrize("family", trips.MORE_FAMILIES)
+def test_every_matrix_of_other_families(family: str) -> None:
+    base = BaseModel.from_model(trips.base_model(family))
+    parameters = [p for p, m in base.modules.items() if len(m.shape) == 3 and "experts" in p]
+    whole: list[dict[str, Any]] = [{"target_modules": "all-linear"}]
+    whole += [{"target_modules": [], "target_parameters": parameters}] if parameters else []
+    whole += [
+        {"target_modules": [], "target_parameters": [name]}
+        for name in sorted({path.rpartition(".")[2] for path in parameters})
+    ]
+    for options in whole:
+        with saved(family, Adapter({"r": 3, "lora_alpha": 5.5, **options})) as path:
+            checkpoint = read_checkpoint(path, base)
+            assert_same_deltas(checkpoint, trips.merged(path, family))
+            assert_all_consumed(checkpoint, path)
+            from_config = read_checkpoint(path, BaseModel.from_config(trips.config_of(family)))
+            assert from_config.digest == checkpoint.digest
+
+
 def assert_same_deltas(checkpoint: Checkpoint, added: Mapping[str, torch.Tensor]) -> None:
     adapted = {name for name, delta in added.items() if delta.any()}
     assert set(checkpoint.modules) == adapted

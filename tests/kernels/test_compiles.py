@@ -69,7 +69,7 @@ def stack_bytes(found, arch):
 variants.has_pdl = lambda device: arch >= 90
 shape = (torch.device("cuda"), getattr(torch, dtype), 32768, 32)
 shape += (k, tuple(widths[: modules_at_once(rank_class)]), rank_class)
-few, many = variants._bgmv_pair(*shape), variants._sgmv_pair(*shape)
+few, many = variants._bgmv_pair(*shape, False, False), variants._sgmv_pair(*shape, False)
 print(json.dumps({
     "bgmv_shrink": stack_bytes(few.shrink, arch),
     "bgmv_expand": stack_bytes(few.expand, arch),

@@ -283,7 +283,7 @@ def test_columns_that_are_apart_are_refused(world: World, which: str) -> None:
 
 def test_modules_that_do_not_share_their_input_are_refused(world: World) -> None:
     batch, x, ys = inputs(world, ("q_proj", "down_proj"))
-    with pytest.raises(ValueError, match="x is"):
+    with pytest.raises(ValueError, match="differ in width"):
         add_lora(ys, x, batch, ("q_proj", "down_proj"), 0)
 
 

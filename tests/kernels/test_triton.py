@@ -110,18 +110,21 @@ def check(
     slots = [slot for slot, tokens in segments for _ in range(tokens)]
     num_rows = (len(slots) if rows is None else rows) + pad
     slots += [-1] * (num_rows - len(slots))
-    largest = max(
-        (world.matrices[s][i][0].shape[0] for s in slots if s >= 0 for i in world.matrices[s]),
-        default=1,
-    )
+    ranks = {
+        slot: max((a.shape[0] for a, *_ in world.matrices[slot].values()), default=1)
+        for slot in {slot for slot in slots if slot >= 0}
+    }
+    largest = max(ranks.values(), default=1)
     dtype = world.stack.dtype
     generator = torch.Generator().manual_seed(len(slots))
     x = torch.randn(num_rows, layout.sites[sites[0]].in_features, generator=generator).to(dtype)
     widths = [layout.sites[i].out_features for i in sites]
     whole = torch.zeros(num_rows, sum(widths) + 8, dtype=dtype, device=DEVICE)
     outputs = list(whole[:, : sum(widths)].split(widths, dim=1))
-    batch = LoraBatch(world.stack, segments, pad_to=num_rows, rank_class=rank_class_of(largest))
-    add_lora_triton(outputs, x.to(DEVICE), batch, modules, layer)
+    rank_class = rank_class_of(largest)
+    told = ranks if len(slots) % 3 else {}
+    batch = LoraBatch(world.stack, segments, pad_to=num_rows, rank_class=rank_class, ranks=told)
+    add_lora_triton(outputs, x.to(DEVICE), batch, world.stack.group(layer, modules))
     for index, got in zip(sites, outputs, strict=True) if num_rows else ():
         want, magnitude = world.want(x, slots, index)
         error = ((got.double().cpu() - want).abs() / magnitude.clamp(min=1e-9)).max()
@@ -204,7 +207,7 @@ def test_equal_inputs_give_equal_bits() -> None:
     for _ in range(3):
         y = torch.zeros(24, 128, device=DEVICE)
         batch = LoraBatch(world.stack, [(0, 17), (1, 1), (0, 6)], rank_class=64)
-        add_lora_triton([y], x, batch, ["m0_proj"], 0)
+        add_lora_triton([y], x, batch, world.stack.group(0, ("m0_proj",)))
         results.append(y.cpu())
     assert all(result.equal(results[0]) for result in results)
 
@@ -217,7 +220,7 @@ def test_batches_that_are_open_at_once_keep_their_own_adapters() -> None:
     for layer in (0, 1):
         for order, batch in zip(orders, batches, strict=True):
             y = torch.zeros(3, 32, device=DEVICE)
-            add_lora_triton([y], x.to(DEVICE), batch, ["m0_proj"], layer)
+            add_lora_triton([y], x.to(DEVICE), batch, world.stack.group(layer, ("m0_proj",)))
             slots = [slot for slot, tokens in order for _ in range(tokens)]
             want, magnitude = world.want(x, slots, layer)
             assert ((y.cpu() - want).abs() <= 2e-6 * magnitude).all()
@@ -233,7 +236,7 @@ def test_the_error_is_little_more_than_that_of_rounding_once(tokens: int) -> Non
     want, _ = world.want(x, slots, 0)
     y = torch.zeros(tokens, 128, dtype=world.stack.dtype, device=DEVICE)
     batch = LoraBatch(world.stack, [(slot, 1) for slot in slots], rank_class=64)
-    add_lora_triton([y], x.to(DEVICE), batch, ["m0_proj"], 0)
+    add_lora_triton([y], x.to(DEVICE), batch, world.stack.group(0, ("m0_proj",)))
     error = (y.double().cpu() - want).square().mean().sqrt()
     least = (want.to(y.dtype).double() - want).square().mean().sqrt()
     assert error <= 1.5 * least

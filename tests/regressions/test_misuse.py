@@ -155,3 +155,46 @@ def test_a_hint_that_failed_is_not_tried_again(tiny: Any) -> None:
         tiny.load(cache, "a")
         assert tiny.wait_until(lambda: tiny.idle(cache))
         assert cache.stats().errors == {"AdapterNotFound": 1}
+
+
+def test_what_is_no_request_and_no_lease_is_named(tiny: Any) -> None:
+    request = Request("r", "a")
+    with tiny.cache(tiny.source("a")) as cache, cache.acquire("a").result(10) as lease:
+        for waiting in (["a"], [("r", "a")], [None], [lease]):
+            with pytest.raises(TypeError, match="give a Request"):
+                cache.admit(waiting)
+        for running in (
+            [lease],
+            [request],
+            [(lease, request)],
+            [(request, None)],
+            [(request,)],
+            ["ab"],
+        ):
+            with pytest.raises(TypeError, match=r"give \(Request, Lease\)"):
+                cache.admit([], running=running)
+        for pairs in ([lease], [(lease,)], [("a", 1)], [(None, 1)], [(request, 1)], [(1, lease)]):
+            with pytest.raises(TypeError, match=r"give \(Lease, number of tokens\)"):
+                cache.lora_batch(pairs).__enter__()
+        for tokens in (1.0, "1", None):
+            with pytest.raises(TypeError, match=r"give \(Lease, number of tokens\)"):
+                cache.lora_batch([(lease, tokens)]).__enter__()
+        for wrong in (5, None, request):
+            with pytest.raises(TypeError, match="waiting"):
+                cache.admit(wrong)
+            with pytest.raises(TypeError, match="running"):
+                cache.admit([], running=wrong)
+            with pytest.raises(TypeError, match="pairs"):
+                cache.lora_batch(wrong).__enter__()
+        for most in (1.5, "2"):
+            with pytest.raises(TypeError, match="max_adapters"):
+                cache.admit([], max_adapters=most)
+        assert cache.admit([request]).admitted  # nothing of that did any harm
+
+
+@pytest.mark.parametrize("value", [1.5, "1", None])
+def test_what_is_no_number_of_a_request_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match="num_tokens"):
+        Request("r", None, num_tokens=value)
+    with pytest.raises(TypeError, match="kv_pages"):
+        Request("r", None, kv_pages=value)

@@ -66,6 +66,20 @@ def test_a_multimodal_config_need_not_say_its_architecture() -> None:
     assert BaseModel.from_config(content).modules == table_of("tiny-llava.tf5.24").modules
 
 
+def test_of_a_config_with_a_vision_part_the_model_that_sees_is_meant() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    # Llama 4's config stands for a text model too.
+    text = {**SMALL, "num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size_mlp": 40}
+    vision = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    sizes = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+    config = transformers.Llama4Config(text_config=text, vision_config=vision | sizes)
+    with torch.device("meta"):
+        live = transformers.Llama4ForConditionalGeneration(config)
+    base = BaseModel.from_config({**config.to_dict(), "architectures": None})
+    assert base.modules == BaseModel.from_model(live).modules
+
+
 def test_a_model_that_nobody_knows_is_unsupported() -> None:
     with pytest.raises(AdapterUnsupported, match="no-such-model"):
         BaseModel.from_config({**SMALL, "model_type": "no-such-model"})

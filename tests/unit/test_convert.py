@@ -487,6 +487,82 @@ def test_torchtune_takes_the_config_beside_the_weights(source: Path) -> None:
     assert not torch.equal(got.delta(Q), tune_delta(tensors, Q, 3.0))
 
 
+PHI_CONFIG = CONFIG | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
+PHI = BaseModel.from_config(PHI_CONFIG)
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def phi_place(path: str) -> str:
+    """The module of Phi-3 that a module of Llama's is in."""
+    for fused, parts in FUSED.items():
+        for part in parts:
+            path = path.removesuffix(part) + fused if path.endswith(part) else path
+    return path
+
+
+def phi_delta(tensors: Tensors, path: str, scaling: float) -> torch.Tensor:
+    """ΔW of a module of Phi-3: that of its parts, one above the other."""
+    rows = []
+    for part in (part for part in BASE.modules if phi_place(part) == path):
+        known = f"{tune_name(part)}.lora_a.weight" in tensors
+        zeros = torch.zeros(BASE.modules[part].shape)
+        rows.append(tune_delta(tensors, part, scaling) if known else zeros)
+    return torch.cat(rows)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    paths=st.sets(st.sampled_from([*LINEAR, "lm_head"]), min_size=1),
+    rank=st.integers(1, 6),
+    alpha=st.floats(0.01, 100),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_torchtune_fuses_what_phi3_has_fused(
+    tmp_path_factory: pytest.TempPathFactory,
+    paths: set[str],
+    rank: int,
+    alpha: float,
+    dtype: torch.dtype,
+) -> None:
+    folder = tmp_path_factory.mktemp("phi") / "source"
+    folder.mkdir()
+    tensors = {k: v.to(dtype) for k, v in tune_lora(*sorted(paths), rank=rank).items()}
+    target = convert(tune(folder, tensors, r=rank, lora_alpha=alpha), PHI_CONFIG)
+    got = read_checkpoint(target, PHI)
+    assert set(got.modules) == {phi_place(path) for path in paths}
+    names = load_file(target / "adapter_model.safetensors")
+    in_file = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in names}
+    assert in_file == set(got.modules)  # so that PEFT itself finds them in the model
+    exact = {name: tensor.float() for name, tensor in tensors.items()}
+    for path, weights in got.modules.items():
+        assert weights.a.dtype == weights.b.dtype == dtype
+        assert torch.tensor(weights.scaling) == torch.tensor(alpha / rank)
+        assert torch.equal(got.delta(path), phi_delta(exact, path, weights.scaling))
+
+
+def test_peft_merges_a_converted_phi3_adapter_as_we_read_it(source: Path) -> None:
+    pytest.importorskip("peft", minversion="0.21")
+    pytest.importorskip("transformers", minversion="5")
+    import trips
+
+    content = trips.config_of("phi3")
+    apart = BaseModel.from_config(content | {"model_type": "llama", "architectures": None})
+    paths = [path for path in apart.modules if "layers" in path and not path.endswith("v_proj")]
+    (source / "config.json").write_text(json.dumps(content))
+    tensors = {k: v / 8 for k, v in tune_lora(*paths, base=apart).items()}
+    target = convert(tune(source, tensors))
+    added = trips.merged(target, "phi3")
+    got = read_checkpoint(target, BaseModel.from_config(content))
+    adapted = {path for path, delta in added.items() if delta.any()}
+    assert set(got.modules) == adapted
+    assert len(adapted) == 8
+    for path in adapted:
+        assert (got.delta(path) - added[path]).abs().max() <= 1e-6 * added[path].abs().max()
+
+
 V_A = torch.ones(4, 32)
 
 
@@ -554,7 +630,10 @@ def test_torchtune_configs_that_are_refused(
     ("config", "error", "said"),
     [
         (None, AdapterUnsupported, "base_config"),
-        ({"model_type": "phi3"}, AdapterUnsupported, "phi3"),
+        ({"model_type": "mixtral"}, AdapterUnsupported, "mixtral"),
+        ({"model_type": "phi3", "num_key_value_heads": 4}, AdapterInvalid, "k_proj"),
+        ({"model_type": "phi3", "num_attention_heads": 8}, AdapterInvalid, "q_proj"),
+        ({"model_type": "phi3", "hidden_size": 64}, AdapterInvalid, "q_proj"),
         ({"model_type": None}, AdapterUnsupported, "None"),
         ({"model_type": ["llama"]}, AdapterUnsupported, "llama"),
         ({"num_attention_heads": None}, AdapterInvalid, "num_attention_heads"),

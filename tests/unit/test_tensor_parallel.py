@@ -74,9 +74,13 @@ def unpack(checkpoint: Checkpoint, layout: LoraLayout) -> dict[str, tuple[torch.
 
 
 @pytest.mark.parametrize("base", bases(), ids=["llama", "phi3", "gpt2"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_the_parts_of_all_ranks_make_up_the_whole(base: BaseModel, size: int) -> None:
     """Each rank's ΔW is what is cut out of the whole one, and nothing of that is left out."""
+    if base.heads == (4, 4) and size == 8:
+        with pytest.raises(AdapterUnsupported, match="8 ranks for q of 32 in 4 heads"):
+            layouts(base, size)
+        return
     checkpoint = adapter(base)
     cut = layouts(base, size)
     seen = {path: torch.zeros_like(checkpoint.delta(path)) for path in checkpoint.modules}
