@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adaptercache.errors import CapacityError
+from adaptercache.errors import CacheClosed, CapacityError
 from adaptercache.tiers.pinned import give_back, take_pinned
 
 __all__ = ["HostTier"]
@@ -85,6 +85,7 @@ class HostTier:
 
         Raises:
             CapacityError: the system refuses more memory, or more page-locked memory.
+            CacheClosed: the memory was given back.
         """
         views: list[Tensor] = []
         for first, count in runs:
@@ -99,6 +100,8 @@ class HostTier:
 
     def _slab(self, index: int) -> Tensor:
         with self._changed:
+            if self._closed:  # a step that is open may still ask for what it has not waited for
+                raise CacheClosed()
             if self._sought <= index + self._ahead:
                 self._sought = index + self._ahead + 1 if self._ahead else 0
                 self._failed = False

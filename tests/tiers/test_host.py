@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptercache import CapacityError
+from adaptercache import CacheClosed, CapacityError
 from adaptercache.blocks import BlockAllocator, Run
 from adaptercache.packing import bytes_of
 from adaptercache.testing import TierContract
@@ -205,6 +205,14 @@ def test_pageable_memory_is_taken_instead_where_the_user_has_said_so(
     assert len(growing.tier.views([(19, 1)], BLOCK)) == 1
     growing.close()
     assert len([r for r in caplog.records if "page-locked" in r.getMessage()]) == 1
+
+
+def test_memory_that_was_given_back_is_not_taken_anew() -> None:
+    tier = HostTier(BLOCKS, BLOCK, pinned=False)
+    tier.views([(0, 1)], BLOCK)
+    tier.close()
+    with pytest.raises(CacheClosed):
+        tier.views([(0, 1)], BLOCK)
 
 
 def test_a_run_of_neighbours_is_one_view() -> None:
