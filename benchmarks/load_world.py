@@ -143,7 +143,7 @@ class LoadWorld:
             transfer.begin()
         self.queued_us = (time.perf_counter() - begun) * 1e6  # of the host
         ends = []
-        for lane in (streams.copy, streams.scatter):
+        for lane in (streams.copy, streams.background, streams.scatter):
             with lane.use():
                 ends.append(Mark())
         for end in ends:
@@ -159,6 +159,7 @@ class LoadWorld:
                 torch.cuda._sleep(3_000_000 + 3_000_000 * count)  # cycles: 1.7 ms for each
             start = Mark()
         streams.scatter.wait(start.event)
+        streams.background.wait(start.event)
         return start
 
     def time_plain(self, adapters: list[Resting], target: Tensor, *, ahead: bool = False) -> float:

@@ -2,9 +2,9 @@
 
 The argument. Kernels of a step read and write the arena, and read the tables, on the cache's one
 *compute* stream, inside the step. Bytes of adapters come on streams of ours. Either the *copy*
-stream brings them straight into cells and table rows, or it brings chunks into staging buffers,
-from where the *scatter* stream lays them into cells and sets rows. A cache has one way or the
-other. Nothing else writes cells of adapters, or rows.
+stream brings chunks into staging buffers, from where the *scatter* stream lays them into cells and
+sets table rows; or the *background* stream brings them straight into cells and rows. One transfer
+goes one way. Nothing else writes cells of adapters, or rows.
 
 Steps are numbered. A step's batch holds every slot that it lists, from `step`'s beginning to its
 end, so none of these adapters is evicted before the last launch. At the end a *fence* is recorded
@@ -100,6 +100,7 @@ class Streams:
         self._fences: deque[tuple[int, torch.cuda.Event]] = deque()
         self._past = 0
         self.copy = Lane(device)
+        self.background = Lane(device)  # strided copies: nobody's staged ones stand behind them
         self.scatter = Lane(device, priority=-1)  # short kernels that free what copies wait for
 
     # -- steps
@@ -183,7 +184,7 @@ class Streams:
 
     def drain(self) -> None:
         """Wait on the host until all copies and scatters have been done."""
-        for lane in (self.copy, self.scatter):
+        for lane in (self.copy, self.background, self.scatter):
             lane.drain()
 
     def close(self) -> None:

@@ -90,8 +90,10 @@ class Transfer:
             try:
                 while len(self._landed) <= chunk and self._error is None:
                     self._landed.append(next(self._queueing))
-            except BaseException as error:  # another thread may be waiting for it
+            except BaseException as error:  # whoever else wants it is told
                 self._error = error
+                if not isinstance(error, Exception):
+                    raise  # an interrupt is this thread's
 
     # -- for steps
 

@@ -111,7 +111,7 @@ class Strided(Way):
         pieces: Iterable[Tensor],
         after: int,
     ) -> Iterator[Landed]:
-        stack, lane = self.stack, self._streams.copy
+        stack, lane = self.stack, self._streams.background
         arena, shape = stack.arena.data_ptr(), stack.shape
         lane.wait(self._streams.fence(after))
         source, left = Bytes(iter(pieces)), spec.elements * shape.itemsize

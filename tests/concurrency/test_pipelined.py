@@ -194,6 +194,26 @@ def test_a_copy_that_fails_fails_the_step_and_leaks_nothing(
     lease.release()
 
 
+def test_an_interrupt_while_a_step_queues_a_copy_is_the_steps_own(
+    tiny: Any, cache: AdapterCache, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostTier, "views", interrupt)
+        pending = cache.acquire("a")  # nothing is queued when a request joins it
+        assert gate.reached.wait(10)
+        (lease,) = admitted(cache, asks("a"))
+        with pytest.raises(KeyboardInterrupt), cache.lora_batch([(lease, 1)]) as lora:
+            lora.wait(0)
+    gate.go_on.set()
+    lease.release()
+    with pytest.raises(AdapterCacheError):
+        pending.result(10)
+    assert cache.stats().pages["adapter"] == 0
+
+
 def test_a_lease_released_before_its_copy_is_there_leaks_nothing(
     tiny: Any, cache: AdapterCache, gate: Gate
 ) -> None:
