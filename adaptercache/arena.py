@@ -6,11 +6,10 @@ lock guards them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from adaptercache.batch import KVRoom, Load
 from adaptercache.blocks import BlockAllocator, Run
 from adaptercache.errors import CapacityError
 from adaptercache.identity import Digest
@@ -20,16 +19,22 @@ from adaptercache.peers import Peers
 from adaptercache.placement import Placement
 from adaptercache.policy import LRU, EvictionPolicy
 from adaptercache.residency import Copy, Residency, State
+from adaptercache.standing import Load
+from adaptercache.step_room import KVRoom
 
 __all__ = ["DiskShelf", "GpuArena", "GpuPlace", "HostArena", "HostPlace"]
 
 
 class GpuPlace(NamedTuple):
-    """Where an adapter lies on the GPU, and the largest rank of its matrices."""
+    """Where an adapter lies on the GPU, and the largest rank of its matrices.
+
+    ``after``: the last step that may use what was there before.
+    """
 
     slot: int
     pages: tuple[int, ...]
     max_rank: int
+    after: int
 
 
 class GpuArena(Residency[GpuPlace]):
@@ -63,6 +68,9 @@ class GpuArena(Residency[GpuPlace]):
         """The other ranks, where this one leads them."""
         self.follows = False
         """Whether rank 0 decides on what is here."""
+        # The last step that may use what is, or was, in each page, and read each slot's row.
+        self._last_steps = [0] * shape.num_pages
+        self._last_steps_of_slots = [0] * num_slots
         self._kv_limit = 0
         if adapter_floor is not None:
             self._kv_limit = max(0, shape.num_pages - adapter_floor)
@@ -129,7 +137,7 @@ class GpuArena(Residency[GpuPlace]):
         """Absent → LOADING, in the slot and pages that were decided on."""
         self.pages.take(load.pages, Owner.ADAPTER)
         self.slots.take((load.slot,), Owner.ADAPTER)
-        place = GpuPlace(load.slot, load.pages, max_rank)
+        place = GpuPlace(load.slot, load.pages, max_rank, self.free_after(load))
         copy = self.reserve(load.digest, len(load.pages), place, prefetched=load.hint)
         if self.peers is not None:
             self.peers.load(load)
@@ -141,15 +149,49 @@ class GpuArena(Residency[GpuPlace]):
         if self.follows:
             raise RuntimeError("this rank follows: only rank 0 admits, acquires, and takes pages")
 
+    @property
+    def may_pipeline(self) -> bool:
+        """Whether a step may wait for a copy that is under way: no other rank has to have it."""
+        return self.peers is None and not self.follows
+
     def is_ready(self, copy: Copy[GpuPlace]) -> bool:
         """Whether it is whole, here and on every rank that follows."""
         is_here = copy.state is State.RESIDENT
         return is_here and (self.peers is None or not self.peers.are_loading(copy.digest))
 
+    def free_after(self, load: Load) -> int:
+        """The last step that may use what was in a load's pages and slot."""
+        pages = (self._last_steps[page] for page in load.pages)
+        return max(self._last_steps_of_slots[load.slot], *pages, 0)
+
+    def was_in_use(self, load: Load, step: int) -> None:
+        """Steps up to this one may use what was in a load's pages, whosever it was."""
+        for page in load.pages:
+            self._last_steps[page] = max(step, self._last_steps[page])
+
+    def free_kv(self, pages: Iterable[int], step: int) -> None:
+        """Take pages back from KV; ``step`` may be using them still.
+
+        Raises:
+            ValueError: one of them is not KV's, or comes twice; nothing has changed.
+        """
+        pages = tuple(pages)
+        self.pages.free(pages, Owner.KV)
+        for page in pages:
+            self._last_steps[page] = step
+
+    def used_in(self, copy: Copy[GpuPlace], step: int) -> None:
+        """A step has listed the adapter."""
+        slots = self._last_steps_of_slots  # a row's last step is that of its adapter's pages
+        slots[copy.place.slot] = max(step, slots[copy.place.slot])
+
     def drop(self, copy: Copy[GpuPlace]) -> None:
         super().drop(copy)
         if self.peers is not None:
             self.peers.evict(copy.digest)
+        step = self._last_steps_of_slots[copy.place.slot]
+        for page in copy.place.pages:
+            self._last_steps[page] = max(step, self._last_steps[page])
         self.pages.free(copy.place.pages, Owner.ADAPTER)
         self.slots.free((copy.place.slot,), Owner.ADAPTER)
 

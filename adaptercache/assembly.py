@@ -24,22 +24,32 @@ from adaptercache.prefetch import Lifter
 from adaptercache.tiers.disk import DiskTier
 from adaptercache.tiers.gpu import GpuTier
 from adaptercache.tiers.host import HostTier
+from adaptercache.tiers.memory import free_bytes
 from adaptercache.tiers.remote import Source, TensorSource, open_source
 
 __all__ = ["Budgets", "Parts", "assemble"]
 
-THREADS = {Hop.FETCH: 4, Hop.READ: 2, Hop.COPY: 1}
+# Copies: two that are queued one behind the other keep the link busy, and a third is for whoever
+# comes meanwhile. Their threads sleep.
+THREADS = {Hop.FETCH: 4, Hop.READ: 2, Hop.COPY: 3}
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """What each tier may take; see `AdapterCache`."""
 
-    gpu_bytes: int
+    gpu_bytes: int | float
     gpu_slots: int
     host_bytes: int
     host_block_bytes: int
     disk_bytes: int
+    allow_pageable: bool = False
+
+    def gpu_bytes_on(self, device: torch.device) -> int:
+        """Bytes of the arena; a share is one of what is free now."""
+        if isinstance(self.gpu_bytes, int):
+            return self.gpu_bytes
+        return int(self.gpu_bytes * free_bytes(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +82,8 @@ class Parts:
         self.leasing.close()
         self.deciding.tell()
         self.disk.close()
-        self.host.close()
         self.gpu.drop()
+        self.host.close()
 
 
 def assemble(
@@ -93,7 +103,7 @@ def assemble(
         raise TypeError(f"layout is a {type(layout).__name__}: make it with LoraLayout.from_config")
     _check(budgets)
     _check_device(device)
-    shape = ArenaShape.fit(layout, kv, budgets.gpu_bytes)
+    shape = ArenaShape.fit(layout, kv, budgets.gpu_bytes_on(device))
     num_blocks = budgets.host_bytes // budgets.host_block_bytes
     gpu = GpuTier(layout, shape, budgets.gpu_slots, device)  # first: it may find no memory
     ledger = Ledger(
@@ -103,10 +113,16 @@ def assemble(
         itemsize=layout.itemsize,
         clock=clock,
     )
+    ledger.have_ended = gpu.streams.have_ended
     deciding = Deciding(ledger)
     remote = open_source(source) if source is not None else None
     puts = TensorSource()
-    host = HostTier(num_blocks, budgets.host_block_bytes, pinned=device.type == "cuda")
+    host = HostTier(
+        num_blocks,
+        budgets.host_block_bytes,
+        pinned=device.type == "cuda",
+        allow_pageable=budgets.allow_pageable,
+    )
     disk = DiskTier(disk_dir)
     fetcher = Fetcher(remote, puts, disk, layout, read_options, ledger, deciding.lock)
     fetcher.adopt()
@@ -115,7 +131,7 @@ def assemble(
     lifter = Lifter(ledger, lifts, movers, fetcher, layout, disk, host, gpu)
     deciding.advance = lifter.advance
     leasing = Leasing(ledger, lifts, lifter, deciding)
-    pages = KVPages(lifts, ledger.gpu.pages, deciding, gpu.streams.gave_up)
+    pages = KVPages(lifts, ledger.gpu.pages, deciding, lambda: gpu.streams.last_opened)
     return Parts(ledger, deciding, disk, host, gpu, puts, lifts, movers, lifter, leasing, pages)
 
 
@@ -130,7 +146,13 @@ def _check_device(device: torch.device) -> None:
 
 
 def _check(budgets: Budgets) -> None:
-    for name in ("gpu_bytes", "gpu_slots", "host_bytes", "host_block_bytes", "disk_bytes"):
+    share = budgets.gpu_bytes
+    if isinstance(share, float):
+        if not 0 < share < 1:
+            raise TypeError(f"gpu_bytes is {share!r}: give an int, or a share between 0 and 1")
+    elif not isinstance(share, int):
+        raise TypeError(f"gpu_bytes is {share!r}: give an int, or a share between 0 and 1")
+    for name in ("gpu_slots", "host_bytes", "host_block_bytes", "disk_bytes"):
         if not isinstance(getattr(budgets, name), int):
             raise TypeError(f"{name} is {getattr(budgets, name)!r}: give an int")
     least = {

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from adaptercache.caps import CAP_REASONS, NO_CAPS, Caps, Footprint, Roster
+from adaptercache.caps import CAP_REASONS, NO_CAPS, Caps, Roster
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import Digest, check_id
-from adaptercache.placement import Placement
-from adaptercache.step_room import KVRoom, StepRoom
+from adaptercache.standing import Load, Standing, State
+from adaptercache.step_room import StepRoom
 
-__all__ = ["Batch", "Decision", "KVRoom", "Load", "Request", "Standing", "plan"]
+__all__ = ["Batch", "Decision", "Request", "plan"]
+
+UNCAPPED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,16 @@ class Request:
         kv_pages: KV pages that it will take when it is admitted (0 where KV doesn't share the
             arena). Admission holds it back until they can be had; take them before the next
             call, for a load that ends meanwhile may need the room.
+        pipelined: admit it while its adapter is still being copied to the GPU. The step then
+            waits layer by layer: `add_lora` does, outside of CUDA graphs; between the pieces of a
+            piecewise captured model call ``lora.wait(layer)``.
     """
 
     request_id: str
     adapter_id: str | None = None
     num_tokens: int = 1
     kv_pages: int = 0
+    pipelined: bool = False
 
     def __post_init__(self) -> None:
         check_id(self.adapter_id)
@@ -46,26 +51,6 @@ class Request:
                 raise TypeError(f"num_tokens and kv_pages are ints, not {value!r:.80}")
         if self.num_tokens < 0 or self.kv_pages < 0:
             raise ValueError(f"{self}: num_tokens and kv_pages are not negative")
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Bring ``digest`` into ``slot`` and these pages; ``hint``: nobody waits for it yet."""
-
-    digest: Digest
-    slot: int
-    pages: tuple[int, ...]
-    hint: bool = False
-
-
-@dataclass(slots=True)  # not frozen: a step makes thousands, and freezing takes four times as long
-class Standing:
-    """How an adapter id stands: ``digest`` None until its files have been seen once."""
-
-    digest: Digest | None = None
-    ready: bool = False  # on the GPU, and not being kept for somebody ahead
-    reason: str = "loading"  # why it isn't
-    error: AdapterCacheError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,40 +74,6 @@ class Decision:
     refused: Digest | None = None
     capped: str | None = None
     cold: tuple[str, ...] = ()
-
-
-class State(Protocol):
-    """What `plan` reads."""
-
-    def standing(self, adapter_id: str) -> Standing:
-        """How an adapter id stands now."""
-
-    def settled(self) -> Collection[str] | None:
-        """The ids whose adapter is on the GPU, or on its way there, or failed a short while ago:
-        all others are below. None: too many to list, so that each has to be asked for."""
-
-    def names_of(self, digests: Collection[Digest]) -> Collection[str]:
-        """The ids that stand for any of these."""
-
-    def footprint(self, digest: Digest) -> Footprint:
-        """Of an adapter that is on the GPU."""
-
-    def kv_room(self) -> KVRoom:
-        """What the KV cache can still take."""
-
-    def idle_pages(self, digest: Digest) -> int:
-        """Pages that can't be reclaimed any more once this adapter is leased."""
-
-    def place_on_gpu(
-        self, admitted: Collection[Digest], waiting: Sequence[str], kv_promised: int
-    ) -> Placement:
-        """Loads for the adapters of the requests that go on waiting, in order of arrival."""
-
-    def kv_pages_wanted(self, placement: Placement) -> int:
-        """KV pages that, given back, would let the first in who was refused room."""
-
-    def number(self, placement: Placement) -> tuple[Load, ...]:
-        """The slots and pages that the loads of ``placement`` get once its evictions are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,21 +110,25 @@ def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> D
     """
     walk = _Admissions(state, batch)
     walk.look_at_all(waiting)
-    cold = tuple(walk.cold)
-    placement = state.place_on_gpu(walk.newcomers, cold, walk.room.kv_promised)
+    placement = state.place_on_gpu(walk.newcomers, tuple(walk.cold), walk.room.kv_promised)
     if placement.no_room:
         walk.tell_no_room(set(placement.no_room))
+    loads = state.number(placement)
+    if loads and any(request.pipelined for request in walk.deferred):
+        walk.admit_coming(loads, {load.digest for load in loads if state.can_pipeline(load)})
+        places = {request.request_id: place for place, request in enumerate(waiting)}
+        walk.admitted.sort(key=lambda pair: places[pair[0].request_id])
     return Decision(
         admitted=tuple(walk.admitted),
         deferred=tuple(walk.deferred),
         reasons=walk.reasons,
         failed=tuple(walk.failed),
         evictions=placement.evictions,
-        loads=state.number(placement),
+        loads=loads,
         pages_wanted=state.kv_pages_wanted(placement),
         refused=placement.no_room[0] if placement.no_room else None,
         capped=walk.first_capped(),
-        cold=cold,
+        cold=tuple(walk.cold),
     )
 
 
@@ -224,14 +179,18 @@ class _Admissions:
                 if reason is not None:
                     waits[adapter_id] = reason
                     self.cold[adapter_id] = None
-            if reason is None:
+            if reason is None or (request.pipelined and self._is_coming(adapter_id)):
                 self._look_at(request)
             else:
                 deferred.append(request)
                 reasons[request.request_id] = reason
 
+    def _is_coming(self, adapter_id: str | None) -> bool:
+        standing = self._standings.get(adapter_id) if adapter_id is not None else None
+        return standing is not None and standing.coming
+
     def _look_at(self, request: Request) -> None:
-        """One whose adapter is ready, or failed, or the base model."""
+        """One whose adapter is ready, or can be waited for, or failed, or the base model."""
         digest = None
         if request.adapter_id is not None:
             standing = self._standings[request.adapter_id]
@@ -252,6 +211,35 @@ class _Admissions:
         if reason is not None:
             self._defer(request, reason)
             return
+        self._admit(request, digest)
+
+    def admit_coming(self, loads: Sequence[Load], coming: Collection[Digest]) -> None:
+        """Admit those of whose loads the ones ``coming`` can be waited for in a step."""
+        self.room.hold_back(sum(len(load.pages) for load in loads))
+        ids = self._state.names_of(coming)
+        deferred, self.deferred = self.deferred, []
+        self.cold.clear()
+        for request in deferred:
+            adapter_id, reason = request.adapter_id, self.reasons.pop(request.request_id)
+            is_coming = request.pipelined and reason == "loading"
+            if is_coming and adapter_id is not None and adapter_id in ids:
+                self._look_at_coming(request, self._state.standing(adapter_id).digest)
+            else:
+                self._defer(request, reason)
+
+    def _look_at_coming(self, request: Request, digest: Digest | None) -> None:
+        if digest is None or self._roster.measures:
+            # What its load adds to such caps is known once it has begun: in the next step.
+            self._defer(request, "loading")
+            return
+        reason = self._roster.refuses(digest)
+        reason = reason or self.room.refuses(request.num_tokens, request.kv_pages, 0)
+        if reason is None:
+            self._admit(request, digest)
+        else:
+            self._defer(request, reason)
+
+    def _admit(self, request: Request, digest: Digest | None) -> None:
         if digest is not None and self._roster.add(digest):
             self.newcomers.append(digest)
         self.admitted.append((request, digest))

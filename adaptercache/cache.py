@@ -20,13 +20,14 @@ from adaptercache.caps import Caps
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.given import caps_of
 from adaptercache.identity import AdapterKey, Digest, check_id
-from adaptercache.kernels import LoraBatch, rank_class_of, warmup
+from adaptercache.kernels import LoraBatch, warmup
 from adaptercache.kv import KVPages
 from adaptercache.layout import KVLayout, LoraLayout
 from adaptercache.lease import Admission, Lease
 from adaptercache.sleep import fall_asleep, wake_up
 from adaptercache.snapshot import resident_ids, snapshot
 from adaptercache.stats import Stats, Tier
+from adaptercache.steps import open_step
 from adaptercache.tiers.remote import Source
 
 __all__ = ["AdapterCache"]
@@ -44,7 +45,7 @@ class AdapterCache:
     Args:
         layout: the sites of the base model that adapters may touch.
         source: where adapters come from: a directory or a `Source`; None: only `put`.
-        gpu_bytes: of the arena.
+        gpu_bytes: of the arena; a float below 1 is a share of what the GPU has free now.
         gpu_slots: adapters on the GPU at most.
         host_bytes: of CPU memory for adapters, page-locked where ``device`` is a GPU.
         disk_dir: for the disk tier; one directory may serve many runs. None: a temporary one.
@@ -54,6 +55,8 @@ class AdapterCache:
         device: of the arena; ``"cpu"`` runs everything without a GPU.
         read_options: how adapters' files are read.
         host_block_bytes: the unit of allocation in CPU memory.
+        allow_pageable: where the system page-locks no more CPU memory, use plain memory, from which
+            copies are many times slower; else that is a CapacityError.
         on_evict: called with ``(tier, digest)`` after a copy was evicted.
         on_revision: called with ``(adapter id, old digest, new digest)`` after an id came to stand
             for other content. Hooks run on any thread, unlocked; their exceptions are logged.
@@ -70,7 +73,7 @@ class AdapterCache:
         layout: LoraLayout,
         source: str | os.PathLike[str] | Source | None = None,
         *,
-        gpu_bytes: int,
+        gpu_bytes: int | float,
         host_bytes: int,
         gpu_slots: int = 128,
         disk_dir: str | os.PathLike[str] | None = None,
@@ -80,6 +83,7 @@ class AdapterCache:
         device: str | torch.device = "cuda",
         read_options: ReadOptions | None = None,
         host_block_bytes: int = 2 << 20,
+        allow_pageable: bool = False,
         on_evict: Callable[[Tier, Digest], None] | None = None,
         on_revision: Callable[[str, Digest, Digest], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +94,7 @@ class AdapterCache:
         parts = assemble(
             layout,
             source,
-            Budgets(gpu_bytes, gpu_slots, host_bytes, host_block_bytes, disk_bytes),
+            Budgets(gpu_bytes, gpu_slots, host_bytes, host_block_bytes, disk_bytes, allow_pageable),
             kv,
             policy=policy,
             disk_dir=disk_dir,
@@ -175,17 +179,11 @@ class AdapterCache:
         Raises:
             RuntimeError: a lease that is not ready, or was released.
             TypeError, ValueError: no such pairs; more tokens, or ranks, than was said.
-            AdapterCacheError: the GPU's memory was given back (`drop_gpu`).
+            AdapterCacheError: the GPU's memory was given back (`drop_gpu`), or a pipelined
+                adapter's copy has failed.
         """
-        with self._leasing.hold(pairs) as (segments, ranks):
-            rank = max(ranks.values(), default=0)
-            if rank_to is not None and rank > rank_to:
-                raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
-            to = rank_class_of(rank_to or rank)
-            with self._gpu.streams.step():
-                stack = self._gpu.stack
-                with LoraBatch(stack, segments, pad_to=pad_to, rank_class=to, ranks=ranks) as batch:
-                    yield batch
+        with open_step(self._leasing, self._gpu, pairs, pad_to, rank_to) as batch:
+            yield batch
 
     @property
     def pages(self) -> KVPages:

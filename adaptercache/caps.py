@@ -73,9 +73,10 @@ class Roster:
         self._running = running
         self._footprint = footprint
         self._members = set(running)
-        self._measures = caps.rank_sum is not None or caps.pages is not None or caps.near_ranks
+        self.measures = caps.rank_sum is not None or caps.pages is not None or caps.near_ranks
+        """Whether what an adapter takes matters, and not only how many they are."""
         self._ranks = self._pages = self._largest = 0
-        if self._measures:
+        if self.measures:
             for digest in running:
                 self._count(footprint(digest))
         self._leaving: set[Digest] = set()
@@ -91,7 +92,7 @@ class Roster:
             return "max_adapters" if digest in self._leaving else None
         if self._is_closed or (caps.adapters is not None and len(self._members) >= caps.adapters):
             return "max_adapters"
-        if self._measures:
+        if self.measures:
             rank, pages = self._footprint(digest)
             if caps.rank_sum is not None and self._ranks + rank > caps.rank_sum:
                 return "max_rank_sum"
@@ -119,7 +120,7 @@ class Roster:
         if digest in self._members:
             return False
         self._members.add(digest)
-        if self._measures:
+        if self.measures:
             self._count(self._footprint(digest))
         return True
 

@@ -24,12 +24,12 @@ class KVPages:
         lifts: Lifts,
         pages: PageAllocator,
         deciding: Deciding,
-        gave_up: Callable[[], None],
+        last_step: Callable[[], int],
     ) -> None:
         self._lifts = lifts
         self._pages = pages
         self._deciding = deciding
-        self._gave_up = gave_up
+        self._last_step = last_step
 
     def allocate(self, n: int) -> tuple[int, ...] | None:
         """``n`` page ids, or None while there are not enough: all or nothing.
@@ -54,9 +54,8 @@ class KVPages:
             ValueError: one of them is not allocated to KV, or comes twice; nothing has changed.
         """
         ids = tuple(ids)
-        self._gave_up()
         with self._deciding.freeing():
-            self._pages.free(ids, Owner.KV)
+            self._lifts.free_kv(ids, self._last_step())
 
     @property
     def num_used(self) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from adaptercache.base_model import BaseModel
 from adaptercache.errors import AdapterUnsupported, CapacityError
-from adaptercache.sites import Site, sites_of
+from adaptercache.sites import LAYER_PATH, OTHER_TOWERS, Site, sites_of
 from adaptercache.tensor_parallel import part_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ ALIGN = 512
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1}
 """Bytes an element, by torch's name of the dtype."""
 
+# What makes keys and values, alone or beside the queries.
+_KV_MODULES = {
+    *("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "kv_a_proj_with_mqa"),
+}
 ADAPTER_PAGE_BYTES = 64 << 10  # a page where no KV cache shares the arena
 MAX_RANK = 512  # the largest that the kernels compute
 
@@ -227,9 +231,12 @@ class ArenaShape:
         """The most pages that ``gpu_bytes`` hold.
 
         Raises:
-            AdapterUnsupported: a KV block that adapters' matrices can't be laid into.
+            AdapterUnsupported: a KV block that adapters' matrices can't be laid into, or a model
+                whose layers have KV of different sizes.
             CapacityError: not even one page.
         """
+        if kv is not None:
+            _check_kv_is_even(layout.base)
         rows = layout.num_layers if kv else 1
         page_bytes = kv.block_bytes if kv else ADAPTER_PAGE_BYTES
         if page_bytes % (ALIGN * layout.itemsize):
@@ -253,3 +260,23 @@ class ArenaShape:
     def pages_for(self, elements: int) -> int:
         """Pages that a flat vector of ``elements`` takes."""
         return -(-elements // (self.rows * self.page_elems))
+
+
+def _check_kv_is_even(base: BaseModel) -> None:
+    """A page is one KV block in every layer, so all layers must have blocks of one size."""
+    of_layers: dict[str, set[tuple[str, int]]] = {}
+    for path, module in base.modules.items():
+        match = LAYER_PATH.fullmatch(path)
+        if match is None or any(tower in path for tower in OTHER_TOWERS):
+            continue
+        name = match["name"].rpartition(".")[2]
+        layer = of_layers.setdefault(match["layer"], set())
+        if name in _KV_MODULES:
+            layer.add((name, module.shape[1 if module.kind == "conv1d" else 0]))
+    kinds = set(map(frozenset, of_layers.values()))
+    if len(kinds) > 1:
+        raise AdapterUnsupported(
+            "an arena shared with the KV cache of a model whose layers have KV of different sizes",
+            where=base.model_type,
+            remedy="give no KVLayout: adapters then have an arena of their own, of any model",
+        )

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final, Literal
@@ -24,7 +25,7 @@ from adaptercache.lease import Admission, Lease
 from adaptercache.ledger import Ledger
 from adaptercache.lifts import Lifts
 from adaptercache.prefetch import Lifter
-from adaptercache.residency import Copy
+from adaptercache.residency import Copy, State
 from adaptercache.stats import Tier
 from adaptercache.waiting import Grant
 
@@ -34,6 +35,18 @@ log = logging.getLogger(__name__)
 PROMISE_S = 1.0  # how long pages stay promised to a request that doesn't take them
 LOOK_AT_PROMISE: Final = "look at the promise"
 GPU = Tier.GPU.value
+
+
+@dataclass(slots=True)
+class Held:
+    """The adapters of a batch: ``segments`` are ``(slot, number of tokens)``, ``ranks`` the largest
+    of each slot; the slots ``coming`` are still being copied to the GPU. ``step``: the number of
+    the step that reads them, once it has one."""
+
+    segments: list[tuple[int, int]]
+    ranks: dict[int, int]
+    coming: list[int]
+    step: int = 0
 
 
 class Leasing:
@@ -103,9 +116,14 @@ class Leasing:
             batch = Batch(digests, tokens, caps, line.overdue)
             decision = plan(waiting, self._lifts, batch)
             check_distinct(decision, [request.request_id for request, _ in pairs])
-            admitted = [self._admitted(*pair) for pair in decision.admitted]
+            coming = {load.digest for load in decision.loads}
+            leases = [None if d in coming else self._admitted(r, d) for r, d in decision.admitted]
             self._lifts.apply(decision)
-            self._lifter.copy(decision.loads)
+            self._lifter.copy(decision.loads, {digest for _, digest in decision.admitted if digest})
+            admitted = [
+                (request, lease or self._admitted(request, digest))
+                for lease, (request, digest) in zip(leases, decision.admitted, strict=True)
+            ]
             self._note_waiting(decision)
             line.bypasses += bool(decision.admitted)
             self._lifts.be_fair(decision.refused)
@@ -119,20 +137,20 @@ class Leasing:
             decision.pages_wanted,
         )
 
-    def _admitted(self, request: Request, digest: Digest | None) -> tuple[Request, Lease]:
+    def _admitted(self, request: Request, digest: Digest | None) -> Lease:
         ledger = self._ledger
         now = ledger.clock()
         if request.adapter_id is None:
             ledger.traffic.add(None, now)
-            return request, Lease(None, None, None)
+            return Lease(None, None, None)
         since, found = ledger.waiting.first_seen(request.request_id) or (now, GPU)
         ledger.counters.requests[found, "hit" if found == GPU else "miss"] += 1
         if found != GPU:
             ledger.counters.ready_took(found, now - since)
-        grant = Grant(request.adapter_id, now, found)
+        grant = Grant(request.adapter_id, now, found, pipelined=request.pipelined)
         is_served = ledger.lease(grant)
         assert is_served and grant.digest == digest, "planned on this very state"
-        return request, Lease(request.adapter_id, grant, self)
+        return Lease(request.adapter_id, grant, self)
 
     def _note_waiting(self, decision: Decision) -> None:
         ledger = self._ledger
@@ -151,13 +169,13 @@ class Leasing:
             ledger.counters.requests["none", "failed"] += len(decision.failed)
 
     @contextmanager
-    def hold(
-        self, pairs: Iterable[tuple[Lease, int]]
-    ) -> Iterator[tuple[list[tuple[int, int]], dict[int, int]]]:
+    def hold(self, pairs: Iterable[tuple[Lease, int]]) -> Iterator[Held]:
         """Hold the adapters of a batch once more, whatever becomes of their leases.
 
-        Yields ``(segments, ranks)``, where a segment is ``(slot, number of tokens)``, and ranks are
-        the largest of each slot.
+        Raises:
+            RuntimeError: a lease that is not ready, or was released.
+            TypeError, ValueError: no such pairs.
+            AdapterCacheError: the copy that a pipelined lease waits for has failed.
         """
         pairs = all_of("pairs", pairs)
         with self._deciding.lock:
@@ -169,12 +187,21 @@ class Leasing:
                 meant = "(Lease, number of tokens)"
                 raise no_pair("pairs", pairs, (Lease, int), meant) from None
             for copy in copies.values():
+                if copy.error is not None:
+                    raise copy.error.copy_for(None)
+            for copy in copies.values():
                 self._ledger.gpu.lease(copy)
+        held = Held(
+            segments,
+            {copy.place.slot: copy.place.max_rank for copy in copies.values()},
+            [copy.place.slot for copy in copies.values() if copy.state is State.LOADING],
+        )
         try:
-            yield segments, {copy.place.slot: copy.place.max_rank for copy in copies.values()}
+            yield held
         finally:
             with self._deciding.freeing():
                 for copy in copies.values():
+                    self._ledger.gpu.used_in(copy, held.step)
                     self._ledger.unhold(Tier.GPU, copy.digest)
 
     def _segments_of(

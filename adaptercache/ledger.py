@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from adaptercache.arena import DiskShelf, GpuArena, HostArena
-from adaptercache.batch import Standing
 from adaptercache.catalog import Catalog, Failures, Known
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.rates import Rates
 from adaptercache.residency import Copy, Residency
+from adaptercache.standing import Standing
 from adaptercache.stats import Counters, Tier
 from adaptercache.waiting import Grant, WaitingList
 
@@ -62,6 +62,8 @@ class Ledger:
         self.traffic = Rates(TRAFFIC_MEMORY_S)
         """Leases served by adapter id, and base-model requests admitted."""
         self.gpu_up = True
+        self.have_ended: Callable[[int], bool] = lambda step: True
+        """Whether a step, and all before it, have made their last launch."""
         self.outbox: list[Callable[[], None]] = []
         self.on_evict: Callable[[Tier, Digest], None] | None = None
         self.itemsize = itemsize
@@ -75,7 +77,10 @@ class Ledger:
         if digest is not None and (copy := self.gpu.get(digest)) is not None:
             if digest in self.waiting.draining:
                 return Standing(digest, reason="room")
-            return Standing(digest, ready=self.gpu_up and self.gpu.is_ready(copy))
+            ready = self.gpu_up and self.gpu.is_ready(copy)
+            coming = self.gpu_up and not ready and self.gpu.may_pipeline and copy.error is None
+            coming = coming and self.have_ended(copy.place.after)
+            return Standing(digest, ready=ready, coming=coming)
         error = self.waiting.failed.get(adapter_id)
         if error is None and adapter_id in self.failures:
             error = self.failures.get(adapter_id, self.clock())
@@ -152,10 +157,13 @@ class Ledger:
     # -- leases
 
     def lease(self, grant: Grant) -> bool:
-        """Serve a lease if its adapter is on the GPU."""
+        """Serve a lease if its adapter is on the GPU; one that is pipelined, if it is coming."""
         known = self.catalog.get(grant.adapter_id)
         copy = self.gpu.get(known.digest) if known is not None else None
-        if known is None or copy is None or not (self.gpu_up and self.gpu.is_ready(copy)):
+        if known is None or copy is None or not self.gpu_up:
+            return False
+        is_coming = grant.pipelined and self.gpu.may_pipeline and copy.error is None
+        if not (self.gpu.is_ready(copy) or is_coming):
             return False
         if known.digest in self.waiting.draining:
             return False
@@ -208,7 +216,9 @@ class Ledger:
         residency = self._tiers[tier]
         copy = residency[digest]
         residency.release(copy)
-        if tier is not Tier.DISK:
+        if copy.error is not None and not copy.leases:
+            residency.drop(copy)
+        elif tier is not Tier.DISK:
             self._sweep(copy, tier)
 
     # -- what has moved
@@ -223,9 +233,13 @@ class Ledger:
             self.settle(adapter_id)
         self._sweep(copy, Tier.GPU)
 
-    def gpu_failed(self, digest: Digest) -> None:
-        """The copy to the GPU failed: its pages are free."""
-        self.gpu.drop(self.gpu[digest])
+    def gpu_failed(self, digest: Digest, error: AdapterCacheError) -> None:
+        """The copy to the GPU failed: its pages are free once nobody holds it."""
+        copy = self.gpu[digest]
+        if copy.leases:
+            copy.error = error
+        else:
+            self.gpu.drop(copy)
         self.unhold(Tier.HOST, digest)
 
     def host_loaded(self, digest: Digest, spec: object) -> None:

@@ -9,24 +9,33 @@ Plain Python. Not thread-safe: the cache's lock guards it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from adaptercache.arena import HostPlace
-from adaptercache.batch import Decision, KVRoom, Load, Standing
+from adaptercache.batch import Decision
 from adaptercache.caps import Footprint
 from adaptercache.catalog import Known
 from adaptercache.identity import Digest
 from adaptercache.ledger import Ledger
 from adaptercache.pages import Owner
-from adaptercache.placement import Placement, Want, place
+from adaptercache.placement import HintBounds, Placement, Want, place
 from adaptercache.residency import Copy
+from adaptercache.standing import Load, Standing
 from adaptercache.stats import Tier
+from adaptercache.step_room import KVRoom
 from adaptercache.waiting import MAX_BYPASSES
 
 __all__ = ["Lifts"]
 
 MANY_NAMES = 256  # of one content
+HINTED_BYTES = 256 << 20  # on their way into a tier for hints, at one time: some 5 ms of PCIe
+HINTED_SHARE = 0.5  # of a tier: what hints may fill by eviction with what nobody has used yet
 NOTHING = Placement((), (), (), 0)
+
+
+def hint_bounds(units: int, unit_bytes: int) -> HintBounds:
+    """What hints may take of a tier of so many units."""
+    return HintBounds(HINTED_BYTES // unit_bytes, int(units * HINTED_SHARE))
 
 
 class Lifts:
@@ -58,6 +67,11 @@ class Lifts:
 
     def kv_room(self) -> KVRoom:
         return self._ledger.gpu.kv_room()
+
+    def can_pipeline(self, load: Load) -> bool:
+        ledger = self._ledger
+        may = ledger.gpu_up and ledger.gpu.may_pipeline
+        return may and ledger.have_ended(ledger.gpu.free_after(load))
 
     def idle_pages(self, digest: Digest) -> int:
         copy = self._ledger.gpu.get(digest)
@@ -96,7 +110,9 @@ class Lifts:
             ready = ready and (gpu.peers is None or gpu.peers.have(known.digest))
             pages = gpu.shape.pages_for(known.elements)
             wants.append(Want(known.digest, pages, ready, hint))
-        return place(wants, gpu, free=free, free_slots=gpu.slots.num_free)
+        page_bytes = gpu.shape.rows * gpu.shape.page_bytes
+        hints = hint_bounds(gpu.shape.num_pages, page_bytes)
+        return place(wants, gpu, free=free, free_slots=gpu.slots.num_free, hints=hints)
 
     def kv_pages_wanted(self, placement: Placement) -> int:
         """KV pages that, given back, would let the first in who was refused room: as far as free
@@ -153,7 +169,8 @@ class Lifts:
             ready = ledger.disk.resident(known.digest) is not None
             blocks = host.blocks_for(known.elements * ledger.itemsize)
             wants.append(Want(known.digest, blocks, ready, hint))
-        placement = place(wants, host, free=host.blocks.num_free)
+        hints = hint_bounds(host.blocks.num_blocks, host.block_bytes)
+        placement = place(wants, host, free=host.blocks.num_free, hints=hints)
         for digest in placement.evictions:
             ledger.evict(Tier.HOST, digest, "room")
         copies = []
@@ -196,6 +213,10 @@ class Lifts:
                 ledger.evict(Tier.GPU, copy.digest, "kv")
         ledger.waiting.kv_promised = max(0, ledger.waiting.kv_promised - n)
         return gpu.pages.allocate(n, Owner.KV)
+
+    def free_kv(self, pages: Iterable[int], step: int) -> None:
+        """Pages that KV gives back; ``step`` may still use them. Raises as `GpuArena.free_kv`."""
+        self._ledger.gpu.free_kv(pages, step)
 
     def _line(self, tier: Tier, waiting: Sequence[str] | None = None) -> list[tuple[Known, bool]]:
         """The distinct contents that are wanted in ``tier``, in order of arrival, hints last; for

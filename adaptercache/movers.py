@@ -56,6 +56,7 @@ class Job:
     demand: bool = True
     is_load: bool = True  # else it only tidies up
     started: bool = False
+    started_as_hint: bool = False
 
 
 class Movers:
@@ -82,6 +83,8 @@ class Movers:
         self._demands: dict[Hop, deque[Job]] = {hop: deque() for hop in Hop}
         self._hints: dict[Hop, deque[Job]] = {hop: deque() for hop in Hop}
         self._num_queued = dict.fromkeys(Hop, 0)
+        self._hints_running = dict.fromkeys(Hop, 0)
+        self._most_hints = {hop: max(1, count - 1) for hop, count in threads.items()}
         self._closing = False
         self._threads = [
             threading.Thread(
@@ -111,6 +114,7 @@ class Movers:
             job.demand = True
             if not job.started:
                 self._demands[hop].append(job)
+                self._wake[hop].notify()  # a thread may be idle: one is kept free of hints
         return job is not None
 
     def queued(self, hop: Hop) -> int:
@@ -143,7 +147,9 @@ class Movers:
 
     def _begin(self, job: Job) -> None:
         job.started = True
+        job.started_as_hint = job.is_load and not job.demand
         self._num_queued[job.hop] -= job.is_load
+        self._hints_running[job.hop] += job.started_as_hint
 
     def _run(self, hop: Hop) -> None:
         wake = self._wake[hop]
@@ -160,7 +166,10 @@ class Movers:
                 self._tell()
 
     def _next(self, hop: Hop) -> Job | None:
+        """The next job. Hints leave one thread of several to those who come and wait."""
         for queue in (self._demands[hop], self._hints[hop]):
+            if queue is self._hints[hop] and self._hints_running[hop] >= self._most_hints[hop]:
+                break
             while queue:
                 job = queue.popleft()
                 # One that was raised stands in both queues; one that was dropped in none's name.
@@ -179,6 +188,7 @@ class Movers:
         seconds = time.monotonic() - start
         with self._wake[job.hop]:
             del self._jobs[job.hop, job.key]
+            self._hints_running[job.hop] -= job.started_as_hint
             try:
                 if error is None:
                     job.done(result, seconds)

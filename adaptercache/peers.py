@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from adaptercache.batch import Load
 from adaptercache.identity import Digest
+from adaptercache.standing import Load
 
 __all__ = ["Act", "Evict", "Orders", "Peers", "Report"]
 

@@ -8,7 +8,8 @@ two adapters evict each other for ever:
 - the first one for which there is no room stops everyone behind it from taking room;
 - victims are idle copies that nobody waits for, coldest first; then those that somebody further
   behind waits for, the last in the queue first;
-- hints come last, and evict neither what anyone waits for nor what another hint brought.
+- hints come last, and evict neither what anyone waits for nor what another hint brought; they are
+  bounded in what is on its way for them and in what they may evict (`HintBounds`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from adaptercache.identity import Digest
 from adaptercache.residency import Copy, Residency
 
-__all__ = ["Placement", "Want", "place"]
+__all__ = ["HintBounds", "Placement", "Want", "place"]
 
 UNBOUNDED = 1 << 60
 
@@ -40,6 +41,20 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
+class HintBounds:
+    """What hints may take of a tier, in its unit.
+
+    Args:
+        coming: on its way for hints at one time; one load is always let through.
+        unused: while what hints brought and nobody has used yet is more than this, hints evict
+            nothing.
+    """
+
+    coming: int = UNBOUNDED
+    unused: int = UNBOUNDED
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """What `place` found.
 
@@ -54,7 +69,12 @@ class Placement:
 
 
 def place(
-    wants: Sequence[Want], tier: Residency[Any], *, free: int, free_slots: int = UNBOUNDED
+    wants: Sequence[Want],
+    tier: Residency[Any],
+    *,
+    free: int,
+    free_slots: int = UNBOUNDED,
+    hints: HintBounds = HintBounds(),
 ) -> Placement:
     """Decide on loads into ``tier`` for ``wants``, given in order of arrival, hints last.
 
@@ -63,8 +83,9 @@ def place(
         tier: only read.
         free: units that may be taken without eviction; negative where floors are undercut.
         free_slots: slots likewise, one an adapter.
+        hints: their bounds.
     """
-    walk = _Walk(wants, tier, free, free_slots)
+    walk = _Walk(wants, tier, free, free_slots, hints)
     for want in wants:
         copy = tier.get(want.digest)
         if copy is not None and want.digest not in walk.evicted:
@@ -80,7 +101,12 @@ class _Walk:
     """The state of one `place`: what is free, promised, protected and given up so far."""
 
     def __init__(
-        self, wants: Sequence[Want], tier: Residency[Any], free: int, free_slots: int
+        self,
+        wants: Sequence[Want],
+        tier: Residency[Any],
+        free: int,
+        free_slots: int,
+        hints: HintBounds,
     ) -> None:
         self._tier = tier
         self._free, self._free_slots = free, free_slots
@@ -94,6 +120,8 @@ class _Walk:
         self.loads: list[Want] = []
         self.no_room: dict[Digest, None] = {}
         self._hints_find_none = False
+        self._hints = hints
+        self._hints_coming, self._hints_unused = tier.hints_coming, tier.hinted_size
         self.short = 0
 
     def place_resident(self, copy: Copy[Any]) -> None:
@@ -124,10 +152,15 @@ class _Walk:
             return
         unwanted = (c for c in self._tier.coldest() if not self._is_wanted(c.digest))
         victims = self._enough(want, unwanted)
-        if self._fits(want, victims):
-            self._take(want, victims)
-        else:
+        coming, unused = self._hints_coming + want.size, self._hints_unused + want.size
+        is_too_much = (self._hints_coming and coming > self._hints.coming) or (
+            victims and unused > self._hints.unused
+        )
+        if is_too_much or not self._fits(want, victims):
             self._hints_find_none = True
+            return
+        self._hints_coming, self._hints_unused = coming, unused
+        self._take(want, victims)
 
     def _pass_by(self, digest: Digest) -> None:
         self._behind.pop(digest, None)

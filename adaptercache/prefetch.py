@@ -7,12 +7,12 @@ calls it again, so an adapter climbs tier by tier while nobody holds a thread fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from functools import partial
 
 from adaptercache.arena import HostPlace
-from adaptercache.batch import Decision, Load
+from adaptercache.batch import Decision
 from adaptercache.errors import (
     AdapterCacheError,
     AdapterInvalid,
@@ -30,6 +30,7 @@ from adaptercache.lifts import Lifts
 from adaptercache.movers import Hop, Job, Movers
 from adaptercache.packing import VectorSpec, read_packed_header
 from adaptercache.residency import Copy
+from adaptercache.standing import Load
 from adaptercache.stats import Tier
 from adaptercache.tiers.disk import DiskTier
 from adaptercache.tiers.gpu import GpuTier
@@ -254,18 +255,28 @@ class Lifter:
 
     # -- HOST → GPU
 
-    def copy(self, loads: Iterable[Load]) -> None:
-        """Start copies whose slots, pages and copies in CPU memory are reserved."""
-        for load in loads:
-            self._copy(load)
+    def copy(self, loads: Iterable[Load], led: Collection[Digest] = ()) -> None:
+        """Start copies whose slots, pages and copies in CPU memory are reserved.
 
-    def _copy(self, load: Load) -> None:
+        ``led``: steps are about to read these while they come.
+        """
+        for load in loads:
+            self._copy(load, load.digest in led)
+
+    def _copy(self, load: Load, is_led: bool) -> None:
         place = self._ledger.host[load.digest].place
         spec: VectorSpec = place.spec
         nbytes = spec.elements * self._layout.itemsize
 
+        pieces = partial(self._host.views, place.runs, nbytes)
+        after = self._ledger.gpu[load.digest].place.after
+        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after, hint=load.hint)
+        if is_led:
+            transfer.lead()
+            self._ledger.outbox.append(transfer.start)
+
         def work() -> None:
-            self._gpu.write(load.slot, load.pages, spec, self._host.views(place.runs, nbytes))
+            self._gpu.write(load.slot, transfer)
 
         done = partial(self._copied, load.digest, nbytes)
         failed = partial(self._not_copied, load.digest)
@@ -276,6 +287,6 @@ class Lifter:
         self._ledger.gpu_loaded(digest)
 
     def _not_copied(self, digest: Digest, caught: BaseException, seconds: float) -> None:
-        self._ledger.gpu_failed(digest)
         error = as_load_error(caught)
+        self._ledger.gpu_failed(digest, error)
         self._journal.failed(Hop.COPY, self._ledger.catalog.ids_of(digest), error, seconds)

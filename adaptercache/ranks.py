@@ -146,7 +146,6 @@ class Follower:
         """
         if orders.number != self._number + 1:
             raise ValueError(f"orders {orders.number} after {self._number}: each once, in order")
-        self._parts.gpu.streams.gave_up()  # KV pages too, by rank 0: it alone counts them
         for act in orders.acts:
             if isinstance(act, Evict):
                 self._let_end(act.digest)
@@ -156,6 +155,8 @@ class Follower:
                     self._evict(act.digest)
                 else:
                     self._told.add(act.digest)
+                    # Its pages may have been KV's: rank 0 alone counts these.
+                    self._parts.ledger.gpu.was_in_use(act, self._parts.gpu.streams.last_opened)
                     self._parts.lifts.apply(Decision(loads=(act,)))
                     self._parts.lifter.copy([act])
         with self._parts.deciding:
@@ -205,9 +206,14 @@ class Follower:
         self._parts.ledger.evict(Tier.GPU, digest, "room")
 
     def _admitted(
-        self, request_id: str, adapter_id: str | None, digest: Digest | None, *sizes: int
+        self,
+        request_id: str,
+        adapter_id: str | None,
+        digest: Digest | None,
+        num_tokens: int,
+        kv_pages: int,
     ) -> tuple[Request, Lease]:
-        request = Request(request_id, adapter_id, *sizes)
+        request = Request(request_id, adapter_id, num_tokens, kv_pages)
         if adapter_id is None or digest is None:
             return request, Lease(None, None, None)
         ledger = self._parts.ledger

@@ -22,6 +22,7 @@ from enum import Enum
 from itertools import chain
 from typing import Generic, TypeVar
 
+from adaptercache.errors import AdapterCacheError
 from adaptercache.identity import Digest
 from adaptercache.policy import EvictionPolicy
 
@@ -43,7 +44,7 @@ class Copy(Generic[PlaceT]):
 
     ``size`` is in the tier's unit (pages, blocks or bytes), ``place`` says where it lies;
     ``prefetched`` until its first use; ``doomed`` once no adapter id names it any more: it goes
-    as soon as nobody holds it.
+    as soon as nobody holds it. ``error``: its load failed while it was held already.
     """
 
     digest: Digest
@@ -53,6 +54,7 @@ class Copy(Generic[PlaceT]):
     leases: int = 0
     prefetched: bool = False
     doomed: bool = False
+    error: AdapterCacheError | None = None
 
     @property
     def idle(self) -> bool:
@@ -81,6 +83,10 @@ class Residency(Generic[PlaceT]):
         """Holds on all copies."""
         self.idle_size = 0
         """Sum of the sizes of the idle ones: what eviction could free."""
+        self.hinted_size = 0
+        """Sum of the sizes of those that were prefetched, and not used since."""
+        self.hints_coming = 0
+        """Of these, the sizes of those that are still being loaded."""
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -118,12 +124,15 @@ class Residency(Generic[PlaceT]):
         copy = Copy(digest, size, place, prefetched=prefetched)
         self._copies[digest] = copy
         self.used += size
+        self._count_hint(copy, size)
         return copy
 
     def loaded(self, copy: Copy[PlaceT]) -> None:
         """LOADING → RESIDENT."""
         assert copy.state is State.LOADING
+        self._count_hint(copy, -copy.size)
         copy.state = State.RESIDENT
+        self._count_hint(copy, copy.size)
         self.num_resident += 1
         if not copy.leases:
             self._into_order(copy)
@@ -131,6 +140,7 @@ class Residency(Generic[PlaceT]):
     def resize(self, copy: Copy[PlaceT], size: int) -> None:
         """It takes more, or less, than before."""
         self.used += size - copy.size
+        self._count_hint(copy, size - copy.size)
         if copy.idle:
             self.idle_size += size - copy.size
         copy.size = size
@@ -145,6 +155,7 @@ class Residency(Generic[PlaceT]):
         if copy.idle:
             self._out_of_order(copy)
         self._shielded.discard(copy.digest)
+        self._count_hint(copy, -copy.size)
         del self._copies[copy.digest]
         self.used -= copy.size
         self.num_leases -= copy.leases
@@ -156,6 +167,7 @@ class Residency(Generic[PlaceT]):
             self._out_of_order(copy)
         copy.leases += 1
         self.num_leases += 1
+        self._count_hint(copy, -copy.size)
         copy.prefetched = False
         self._policy_of(copy.digest).touch(copy.digest)
 
@@ -177,6 +189,12 @@ class Residency(Generic[PlaceT]):
         (self._shielded.add if shielded else self._shielded.discard)(digest)
         if copy.idle:
             self._into_order(copy)
+
+    def _count_hint(self, copy: Copy[PlaceT], size: int) -> None:
+        if copy.prefetched:
+            self.hinted_size += size
+            if copy.state is State.LOADING:
+                self.hints_coming += size
 
     def _policy_of(self, digest: Digest) -> EvictionPolicy[Digest]:
         return self._last if digest in self._shielded else self._order

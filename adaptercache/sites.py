@@ -10,15 +10,15 @@ from typing import Literal
 from adaptercache.base_model import BaseModel
 from adaptercache.errors import AdapterUnsupported
 
-__all__ = ["Site", "sites_of"]
+__all__ = ["LAYER_PATH", "OTHER_TOWERS", "Site", "sites_of"]
 
 # Forward order, so that modules that share an input (qkv; gate and up) lie side by side.
 _FORWARD_ORDER = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "c_fc", "down_proj"),
 )
-_LAYER_PATH = re.compile(r"(?P<stack>.*?(?:layers|h|blocks))\.(?P<layer>\d+)\.(?P<name>.+)")
-_OTHER_TOWERS = ("vision", "visual", "audio", "encoder")
+LAYER_PATH = re.compile(r"(?P<stack>.*?(?:layers|h|blocks))\.(?P<layer>\d+)\.(?P<name>.+)")
+OTHER_TOWERS = ("vision", "visual", "audio", "encoder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def sites_of(base: BaseModel, targets: Collection[str] | Literal["all-linear"]) 
     """
     found: dict[str, list[tuple[int, str, str]]] = {}
     for path, module in base.modules.items():
-        match = _LAYER_PATH.fullmatch(path)
+        match = LAYER_PATH.fullmatch(path)
         if match and module.kind in ("linear", "conv1d") and ".experts." not in path:
             at = (int(match["layer"]), match["name"], path)
             found.setdefault(match["stack"], []).append(at)
@@ -58,7 +58,7 @@ def sites_of(base: BaseModel, targets: Collection[str] | Literal["all-linear"]) 
             where=base.model_type,
             remedy="give the table of a decoder-only transformer",
         )
-    decoder = min(found, key=lambda stack: (any(t in stack for t in _OTHER_TOWERS), len(stack)))
+    decoder = min(found, key=lambda stack: (any(t in stack for t in OTHER_TOWERS), len(stack)))
     places = found[decoder]
     leaves = {(layer, name.rpartition(".")[2]) for layer, name, _ in places}
     unique = len(leaves) == len(places)

@@ -46,6 +46,10 @@ class StepRoom:
             return "KV pages", kv_pages, self._kv.limit
         return None
 
+    def hold_back(self, pages: int) -> None:
+        """Pages that the KV cache can't get any more: loads take them."""
+        self._kv_left -= pages
+
     def refuses(self, num_tokens: int, kv_pages: int, idle_pages: int) -> str | None:
         """Why a request has to wait; None: it is let in, and what it takes is gone.
 

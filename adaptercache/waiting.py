@@ -43,6 +43,7 @@ class Grant:
     slot: int = -1
     error: AdapterCacheError | None = None
     released: bool = False
+    pipelined: bool = False  # it may be served while the copy to the GPU is still coming
     seq: int = -1  # its place in the order of arrival, while it waits
 
 

@@ -20,10 +20,18 @@ PACKAGE = Path(__file__).parent.parent / "adaptercache"
 # A name stands for one file; the FOLDERS' stand for whatever is in them.
 DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
-    *("rates", "advice", "caps", "step_room", "batch", "peers", "waiting", "arena"),
+    *("rates", "advice", "caps", "step_room", "standing", "batch", "peers", "waiting", "arena"),
     *("ledger", "lifts", "routing", "prefix"),
 )
-TIERS = ("tiers.streams", "tiers.gpu", "tiers.host", "tiers.disk", "tiers.remote", "tiers")
+PARTS_OF_GPU = (
+    *("tiers.streams", "tiers.rows", "tiers.staging", "tiers.strided"),
+    *("tiers.ways", "tiers.transfer"),
+)
+PARTS_OF_HOST = ("tiers.pinned",)
+TIERS = (
+    *("tiers.memory", *PARTS_OF_GPU, "tiers.gpu", *PARTS_OF_HOST, "tiers.host", "tiers.disk"),
+    *("tiers.remote", "tiers"),
+)
 LAYERS = (
     (
         "errors",
@@ -41,7 +49,7 @@ LAYERS = (
     ("checkpoint", "packing", "convert", "merge", "kernels"),
     TIERS,
     ("movers", "journal", "fetch", "prefetch", "snapshot"),
-    ("deciding", "lease", "given", "leasing", "kv", "assembly", "sleep"),
+    ("deciding", "lease", "given", "leasing", "kv", "assembly", "sleep", "steps"),
     ("cache", "ranks"),
     ("metrics", "testing", "cli", "integrations"),
     ("adaptercache",),  # the package's own __init__: the public names
@@ -168,7 +176,10 @@ def acyclic(modules: list[Module]) -> Iterator[str]:
 def tiers_apart(modules: list[Module]) -> Iterator[str]:
     for module in modules:
         if module.name in TIERS and module.name != "tiers":
-            allowed = {"tiers.streams"} if module.name == "tiers.gpu" else set()
+            is_gpu = module.name in (*PARTS_OF_GPU, "tiers.gpu")
+            allowed = {"tiers.memory", *(PARTS_OF_GPU if is_gpu else ())}
+            if module.name == "tiers.host":
+                allowed |= set(PARTS_OF_HOST)
             for other in sorted((module.ours(modules) & set(TIERS)) - allowed):
                 yield f"{module.name} imports {other}: no tier imports another"
 

@@ -145,3 +145,4 @@ class LoraBatch:
         """Make the compute stream wait until this layer's adapters are in place."""
         if self._wait is not None:
             self._wait(layer)
+            self.has_launched = False  # the next kernel reads what came behind all before it

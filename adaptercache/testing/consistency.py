@@ -44,7 +44,7 @@ def _check_gpu(ledger: Ledger) -> None:
     assert len(slots) == len(set(slots)), "a slot has two adapters"
     assert len(slots) + gpu.slots.num_free == gpu.slots.num_pages, "slots are not conserved"
     for copy in gpu:
-        if copy.state is State.LOADING:
+        if copy.state is State.LOADING and copy.error is None:
             assert ledger.host[copy.digest].leases > 0, "a load reads what may be evicted"
 
 
@@ -71,6 +71,10 @@ def _check_residency(residency: Residency[Any]) -> None:
     assert residency.used == sum(copy.size for copy in residency)
     assert residency.idle_size == sum(copy.size for copy in residency if copy.idle)
     assert residency.num_resident == sum(copy.state is State.RESIDENT for copy in residency)
+    hinted = [copy for copy in residency if copy.prefetched]
+    assert residency.hinted_size == sum(copy.size for copy in hinted)
+    coming = [copy.size for copy in hinted if copy.state is State.LOADING]
+    assert residency.hints_coming == sum(coming)
     assert residency.num_leases == sum(copy.leases for copy in residency)
     assert all(copy.leases >= 0 for copy in residency)
     assert not any(copy.doomed and copy.idle for copy in residency if copy.place is not None)

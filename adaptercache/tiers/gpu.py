@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,18 +11,19 @@ from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.kernels.stack import LoraStack
 from adaptercache.layout import ArenaShape, KVLayout, LoraLayout
 from adaptercache.packing import VectorSpec
+from adaptercache.tiers.memory import free_bytes
 from adaptercache.tiers.streams import Streams
+from adaptercache.tiers.transfer import Arrivals, Transfer
+from adaptercache.tiers.ways import Ways
 
 __all__ = ["GpuTier"]
-
-STAGING_BYTES = 16 << 20
 
 
 class GpuTier:
     """One allocation for adapters and KV blocks, and the tables that kernels read.
 
     Owns the memory; frees it in `drop`. `write` blocks until the bytes are in place, so it
-    belongs to a mover. One `write` at a time; all else is thread-safe.
+    belongs to a mover; several may be under way. Thread-safe.
 
     Args:
         layout: of the flat vectors.
@@ -42,7 +43,8 @@ class GpuTier:
         self.device = device
         self.streams = Streams(device)
         self._num_slots = num_slots
-        self._memory: tuple[LoraStack, Tensor] | None = None  # and the staging buffer
+        self._memory: tuple[LoraStack, Ways] | None = None
+        self._coming: dict[int, Transfer] = {}  # by slot
         self.restore()
 
     @property
@@ -59,7 +61,7 @@ class GpuTier:
         """
         return self._allocated()[0]
 
-    def _allocated(self) -> tuple[LoraStack, Tensor]:
+    def _allocated(self) -> tuple[LoraStack, Ways]:
         if self._memory is None:
             raise AdapterCacheError(
                 "the arena is not allocated: after drop_gpu, call restore; after close, it is gone"
@@ -67,69 +69,80 @@ class GpuTier:
         return self._memory
 
     def restore(self) -> None:
-        """Allocate arena and tables, at new addresses, unless they are there."""
+        """Allocate arena and tables, at new addresses, unless they are there.
+
+        Raises:
+            CapacityError: there is not so much memory; what was taken of it is given back.
+        """
         if self._memory is not None:
             return
-        page_elems = self.shape.rows * self.shape.page_elems
-        pages = max(1, STAGING_BYTES // (page_elems * self.shape.itemsize))
         try:
             stack = LoraStack(self.layout, self.shape, self._num_slots, self.device)
-            staging = torch.empty(
-                (pages, self.shape.rows, self.shape.page_elems),
-                dtype=stack.dtype,
-                device=self.device,
-            )
+            with self.streams.scatter.use():  # its device is current, too
+                ways = Ways.of(self.streams, stack)
+            if self.device.type == "cuda":  # filled on this thread's stream, written on others
+                torch.cuda.synchronize(self.device)
+            self._memory = stack, ways
         except (RuntimeError, MemoryError) as error:
             if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and (
                 self.device.type != "cpu" or "allocate" not in str(error)
             ):
                 raise
-            shape = self.shape
-            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+            asked = self.shape.rows * self.shape.num_pages * self.shape.page_bytes
+            free = free_bytes(self.device)
             raise CapacityError(
-                f"{self.device} has not enough memory for the arena; make gpu_bytes smaller",
-                needed=shape.rows * shape.num_pages * shape.page_bytes,
+                f"{self.device} has no {asked / 2**30:.2f} GiB for the arena, of which "
+                f"{free / 2**30:.2f} GiB are free: make gpu_bytes smaller, or a share of what is "
+                "free (gpu_bytes=0.8), or make the cache before others take the memory",
+                needed=asked,
                 limit=free,
             ) from error
-        self._memory = stack, staging
 
     def drop(self) -> None:
         """Give the memory back. Nothing may be reading it."""
+        self.streams.drain()
         self._memory = None
+        self._coming.clear()
         if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def write(
-        self, slot: int, pages: Sequence[int], spec: VectorSpec, pieces: Iterable[Tensor]
-    ) -> None:
-        """Put an adapter into its pages and its slot's row; returns when it can be read.
+    def expect(
+        self,
+        slot: int,
+        pages: Sequence[int],
+        spec: VectorSpec,
+        pieces: Callable[[], Iterable[Tensor]],
+        after: int = 0,
+        *,
+        hint: bool = False,
+    ) -> Transfer:
+        """An adapter is to come into these pages, which are free, and this slot. Touches no CUDA.
 
         Args:
-            pieces: the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
+            after: the last step that may use what was there (see `streams`).
+            hint: nobody waits for it yet.
+            pieces: gives the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
         """
-        stack, pages_of_staging = self._allocated()
-        at = torch.tensor(pages, dtype=torch.int64).to(self.device)
-        row = stack.row(spec, pages)
-        staging = pages_of_staging.view(torch.uint8).flatten()
-        at_once = len(pages_of_staging)
-        page_bytes = len(staging) // at_once
-        with self.streams.copying():
-            written = filled = 0
-            for piece in _cut(pieces, len(staging)):
-                staging[filled : filled + len(piece)].copy_(piece, non_blocking=True)
-                filled += len(piece)
-                if filled == len(staging):
-                    self._scatter(at[written : written + at_once])
-                    written += at_once
-                    filled = 0
-            self._scatter(at[written : written + -(-filled // page_bytes)])
-            stack.table[slot].copy_(row, non_blocking=True)
+        _, ways = self._allocated()
+        way = ways.hint if hint else ways.demand
+        transfer = Transfer(self.streams, way, slot, pages, spec, pieces, after)
+        self._coming[slot] = transfer
+        return transfer
 
-    def _scatter(self, pages: Tensor) -> None:
-        """The first pages of the staging buffer into these pages of the arena."""
-        stack, staging = self._allocated()
-        if len(pages):
-            stack.arena.index_copy_(1, pages, staging[: len(pages)].transpose(0, 1))
+    def write(self, slot: int, transfer: Transfer) -> None:
+        """Bring it; returns when it can be read. Raises as `Transfer.run`."""
+        try:
+            transfer.run()
+        finally:
+            if self._coming.get(slot) is transfer:
+                del self._coming[slot]
+
+    def arrivals(self, slots: Iterable[int]) -> Arrivals | None:
+        """What a step that reads these slots waits for; None where all are in place."""
+        found = [self._coming.get(slot) for slot in slots]
+        transfers = [transfer for transfer in found if transfer is not None]
+        return Arrivals(self.device, transfers) if transfers else None
 
     def kv_view(
         self,
@@ -160,14 +173,3 @@ class GpuTier:
             )
         cells = self.stack.arena[layer].view(torch.uint8).view(dtype)
         return cells.view(self.shape.num_pages, *shape)
-
-
-def _cut(pieces: Iterable[Tensor], size: int) -> Iterable[Tensor]:
-    """The same bytes, cut so that no piece crosses a multiple of ``size``."""
-    at = 0
-    for piece in pieces:
-        while len(piece):
-            head = piece[: size - at % size]
-            yield head
-            at += len(head)
-            piece = piece[len(head) :]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import Tiny
 
 pytest.importorskip("triton")
 
+from adaptercache import Request, Tier
 from adaptercache.kernels import LoraBatch, add_lora
+from adaptercache.tiers import ways
+from adaptercache.tiers.streams import Lane
 
 pytestmark = pytest.mark.gpu
 ROWS, RANK_TO = 8, 16
@@ -42,7 +47,7 @@ def reference(batch: LoraBatch, x: torch.Tensor, layer: int) -> torch.Tensor:
 
 def test_a_graph_is_right_after_adapters_were_evicted_and_loaded() -> None:
     ids = ("a", "b", "c", "d", "e", "f")
-    with Tiny.cache(Tiny.source(*ids), pages=14, gpu_slots=3) as cache:
+    with Tiny.cache(Tiny.source(*ids), pages=24, gpu_slots=3) as cache:
         cache.warmup(num_rows=ROWS)
         x = torch.randn(ROWS, 32, device="cuda")
         y = torch.zeros(2, ROWS, 32 + 16 + 16, device="cuda")
@@ -69,4 +74,66 @@ def test_a_graph_is_right_after_adapters_were_evicted_and_loaded() -> None:
                 assert not y[layer, len(adapters) :].any()
             for lease in leases.values():
                 lease.release()
-        assert cache.stats().evictions  # some adapters came back
+        assert cache.stats().evictions[Tier.GPU, "room"] > len(BATCHES)  # some adapters came back
+
+
+@pytest.mark.parametrize("way", ["staged", "strided"])
+def test_pieces_that_were_captured_wait_for_their_layer(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A pipelined request's first step: every layer is a graph of its own, and the adapter comes
+    in chunks of a page behind long kernels."""
+    for name in ("STAGED_BYTES", "STRIDED_BYTES"):
+        monkeypatch.setattr(ways, name, 4096)
+    if way == "strided":
+
+        def only_strided(streams: Any, stack: Any) -> ways.Ways:
+            strided = ways.Strided(streams, stack)
+            return ways.Ways(strided, strided)
+
+        monkeypatch.setattr(ways.Ways, "of", only_strided)
+    wait = Lane.wait
+
+    def wait_after_a_sleep(lane: Lane, event: torch.cuda.Event | None) -> None:
+        with lane.use():
+            torch.cuda._sleep(300_000)
+        wait(lane, event)
+
+    monkeypatch.setattr(Lane, "wait", wait_after_a_sleep)
+    ids = ("a", "b", "c", "d", "e", "f")
+    with Tiny.cache(Tiny.source(*ids), pages=24, gpu_slots=3) as cache:
+        cache.warmup(num_rows=ROWS)
+        Tiny.load(cache, *ids)
+        x = torch.randn(ROWS, 32, device="cuda")
+        y = torch.zeros(2, ROWS, 32 + 16 + 16, device="cuda")
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        with cache.lora_batch([], pad_to=ROWS, rank_to=RANK_TO) as batch:
+            for layer in range(2):
+                add_lora(y[layer], x, batch, MODULES, layer)
+            torch.cuda.synchronize()
+            for layer, graph in enumerate(graphs):
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    y[layer].zero_()
+                    add_lora(y[layer], x, batch, MODULES, layer)
+        early = 0
+        for turn in range(24):
+            x.normal_()
+            request = Request("r", ids[turn % 6], pipelined=True)
+            admission = cache.admit([request])
+            while not admission.admitted:
+                admission = cache.admit(admission.deferred)
+            ((_, lease),) = admission.admitted
+            early += ids[turn % 6] not in cache.resident(Tier.GPU)
+            with cache.lora_batch([(lease, 5)], pad_to=ROWS, rank_to=RANK_TO) as batch:
+                for layer, graph in enumerate(graphs):
+                    batch.wait(layer)
+                    graph.replay()
+                wants = [reference(batch, x, layer) for layer in range(2)]
+            for layer, want in enumerate(wants):
+                assert (y[layer].double() - want).abs().max() <= 1e-4 * want.abs().max().clamp(
+                    min=1
+                )
+                assert y[layer, :5].any()
+                assert not y[layer, 5:].any()
+            lease.release()
+        assert early > 6

@@ -343,11 +343,16 @@ class CacheMachine(RuleBasedStateMachine):
             dropped = both[picked % len(both)]
             (self.pending if dropped in self.pending else self.held).remove(dropped)
 
-    @rule(some=st.lists(st.tuples(keys | st.none(), st.sampled_from([0, 0, 1, 3])), max_size=4))
-    def arrive(self, some: list[tuple[str | None, int]]) -> None:
-        for key, kv_pages in some:
+    @rule(
+        some=st.lists(
+            st.tuples(keys | st.none(), st.sampled_from([0, 0, 1, 3]), st.booleans()), max_size=4
+        )
+    )
+    def arrive(self, some: list[tuple[str | None, int, bool]]) -> None:
+        for key, kv_pages, pipelined in some:
             self.count += 1
-            self.waiting.append(Request(f"r{self.count}", key, kv_pages=kv_pages))
+            name = f"r{self.count}"
+            self.waiting.append(Request(name, key, kv_pages=kv_pages, pipelined=pipelined))
 
     @rule(max_adapters=st.sampled_from([None, None, 1, 2]), patient=st.booleans())
     def admit(self, max_adapters: int | None, patient: bool) -> None:
@@ -402,6 +407,18 @@ class CacheMachine(RuleBasedStateMachine):
                 held.lease.release()
             self.held, self.running = [], []
 
+    @rule(cycles=st.sampled_from([10_000, 1_000_000, 5_000_000]))
+    def gpu_is_slow(self, cycles: int) -> None:
+        """A kernel that stands before all that the compute stream does from now on."""
+        if any_device() == "cuda":
+            torch.cuda._sleep(cycles)
+
+    @rule(n=st.integers(1, 5))
+    def press(self, n: int) -> None:
+        """KV asks for more and more, until it gets no more."""
+        while (pages := self.cache.pages.allocate(n)) is not None:
+            self.write_kv(pages)
+
     def compute(self, batch: Any, tokens: list[tuple[str | None, int]]) -> None:
         """The LoRA term of a layer, against plain products in float64."""
         site = next(s for s in LAYOUT.sites if s.module == "down_proj" and s.layer == 1)
@@ -439,8 +456,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.kv[page] = float(self.count)
             for step in self.steps:
                 step.freed.pop(page, None)
-            for layer in range(LAYOUT.num_layers):
-                self.cache.kv_view(layer)[page] = self.kv[page] + layer / 4
+        with self.cache.lora_batch([]):  # KV is written by steps
+            for page in pages:
+                for layer in range(LAYOUT.num_layers):
+                    self.cache.kv_view(layer)[page] = self.kv[page] + layer / 4
 
     @rule(picked=picks)
     def free_kv(self, picked: int) -> None:
@@ -493,10 +512,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     def slots(self) -> Iterator[tuple[int, str]]:
         for held in self.held + [held for _, held in self.running]:
-            if held.revision is not None:
+            if held.revision is not None and not self.is_coming(held.lease.slot):
                 yield held.lease.slot, held.revision
         for step in self.steps:
             yield from step.slots
+
+    def is_coming(self, slot: int) -> bool:
+        """Whether it is still being copied: then only a step that waits for it may look."""
+        return self.cache._gpu.arrivals([slot]) is not None
 
     @invariant()
     def leased_bytes_are_those_of_their_version(self) -> None:

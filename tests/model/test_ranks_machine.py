@@ -29,7 +29,8 @@ def rows_of(cache: AdapterCache, leases: list[Lease], x: torch.Tensor) -> torch.
 
 def tables_of(cache: AdapterCache) -> dict[bytes, Any]:
     gpu = cache._parts.ledger.gpu
-    return {copy.digest: copy.place for copy in gpu if copy.state is State.RESIDENT}
+    resident = [copy for copy in gpu if copy.state is State.RESIDENT]
+    return {copy.digest: copy.place[:3] for copy in resident}  # `after` counts a rank's own steps
 
 
 class Ranks:

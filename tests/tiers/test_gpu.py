@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from adaptercache.layout import ArenaShape
 from adaptercache.packing import VectorSpec
 from adaptercache.pages import Owner, PageAllocator
 from adaptercache.testing import TierContract, any_device
+from adaptercache.tiers import ways
 from adaptercache.tiers.gpu import GpuTier
 
 LAYOUT = LoraLayout.from_config(
@@ -37,6 +38,18 @@ def spec_of_length(elements: int) -> VectorSpec:
     """Of a vector whose content nobody looks into."""
     sites = len(LAYOUT.sites)
     return VectorSpec((0,) * sites, (0.0,) * sites, (-1,) * sites, elements)
+
+
+def write(
+    tier: GpuTier,
+    slot: int,
+    pages: tuple[int, ...],
+    elements: int,
+    pieces: Iterable[torch.Tensor],
+    after: int = 0,
+) -> None:
+    """A vector into these pages, from start to end."""
+    tier.write(slot, tier.expect(slot, pages, spec_of_length(elements), lambda: pieces, after))
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
@@ -81,7 +94,7 @@ class Pages:
             raise CapacityError("no page is free")
         slot = len(self._held) % SLOTS
         try:
-            self.tier.write(slot, pages, spec_of_length(len(data) // 4), pieces)
+            write(self.tier, slot, pages, len(data) // 4, pieces)
         except OSError:
             self._pages.free(pages, Owner.ADAPTER)
             raise
@@ -117,13 +130,22 @@ class TestSmallStaging(TierContract):
 
     @contextmanager
     def tier(self) -> Iterator[Pages]:
-        from adaptercache.tiers import gpu
-
-        before, gpu.STAGING_BYTES = gpu.STAGING_BYTES, 2 * 2 * KV.block_bytes
+        before, ways.STAGED_BYTES = ways.STAGED_BYTES, 2 * 2 * KV.block_bytes
         try:
             yield Pages(gpu_tier())
         finally:
-            gpu.STAGING_BYTES = before
+            ways.STAGED_BYTES = before
+
+
+class TestStridedCopies(TierContract):
+    """Pages that are copied one by one, each into all of its rows at once."""
+
+    @contextmanager
+    def tier(self) -> Iterator[Pages]:
+        tier = gpu_tier()
+        way = ways.Strided(tier.streams, tier.stack)
+        tier._memory = tier.stack, ways.Ways(way, way)
+        yield Pages(tier)
 
 
 def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
@@ -132,7 +154,7 @@ def test_cell_j_of_a_vector_lies_at_row_j_mod_rows_of_its_page() -> None:
     vector = torch.arange(5 * elements, dtype=torch.float32)
     pages = (7, 2, 9)
     data = to_bytes(vector)
-    tier.write(0, pages, spec_of_length(len(vector)), Pieces(data))
+    write(tier, 0, pages, len(vector), Pieces(data))
     for cell in range(5):
         at = tier.stack.arena[cell % 2, pages[cell // 2]]
         assert at.cpu().equal(vector[cell * elements : (cell + 1) * elements])
@@ -148,7 +170,7 @@ def test_addresses_stay_where_they_are_when_adapters_come_and_go() -> None:
     stack = tier.stack
     before = [t.data_ptr() for t in (stack.arena, stack.pages, stack.start, stack.scaling)]
     for slot in range(3):
-        tier.write(slot, (slot,), spec_of_length(8), Pieces(bytes(32)))
+        write(tier, slot, (slot,), 8, Pieces(bytes(32)))
     after = [t.data_ptr() for t in (stack.arena, stack.pages, stack.start, stack.scaling)]
     assert before == after
 
@@ -178,13 +200,12 @@ def test_pages_given_up_in_a_step_are_written_only_after_it() -> None:
     tier = gpu_tier()
     written = threading.Event()
 
-    def write() -> None:
-        tier.write(0, (0,), spec_of_length(8), Pieces(bytes(32)))
+    def write_it() -> None:
+        write(tier, 0, (0,), 8, Pieces(bytes(32)), tier.streams.last_opened)
         written.set()
 
     with tier.streams.step():
-        tier.streams.gave_up()
-        mover = threading.Thread(target=write)
+        mover = threading.Thread(target=write_it)
         mover.start()
         assert not written.wait(0.05)
     assert written.wait(5)
@@ -194,10 +215,10 @@ def test_pages_given_up_in_a_step_are_written_only_after_it() -> None:
 def test_a_step_that_began_after_pages_were_given_up_is_not_waited_for() -> None:
     tier = gpu_tier()
     with tier.streams.step():
-        tier.streams.gave_up()
+        given_up_in = tier.streams.last_opened
     with tier.streams.step():
         mover = threading.Thread(
-            target=tier.write, args=(0, (0,), spec_of_length(8), Pieces(bytes(32))), daemon=True
+            target=write, args=(tier, 0, (0,), 8, Pieces(bytes(32)), given_up_in), daemon=True
         )
         mover.start()
         mover.join(5)
@@ -211,5 +232,5 @@ def test_after_drop_and_restore_the_tier_is_empty_and_usable() -> None:
     assert not tier.is_up
     tier.restore()
     data = bytes(range(32))
-    tier.write(0, (3,), spec_of_length(8), Pieces(data))
+    write(tier, 0, (3,), 8, Pieces(data))
     assert to_bytes(tier.stack.elements(0, 0, 8)) == data

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptercache import AdapterNotFound, CapacityError
-from adaptercache.batch import Batch, Decision, KVRoom, Load, Request, Standing, plan
+from adaptercache.batch import Batch, Decision, Request, plan
 from adaptercache.caps import RANK_CLASSES, Caps, Footprint
 from adaptercache.kernels import segments
 from adaptercache.placement import Placement
+from adaptercache.standing import Load, Standing
+from adaptercache.step_room import KVRoom
 
 READY = {name: Standing(name.encode(), ready=True) for name in "abc"}
 

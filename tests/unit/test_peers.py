@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from adaptercache.batch import Load
 from adaptercache.peers import Evict, Orders, Peers, Report
+from adaptercache.standing import Load
 
 A, B = b"a" * 32, b"b" * 32
 
