@@ -11,6 +11,7 @@ import torch
 from adaptercache.arena import DiskShelf, GpuArena, HostArena
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.deciding import Deciding
+from adaptercache.disk_room import DiskRoom
 from adaptercache.errors import CapacityError
 from adaptercache.fetch import Fetcher
 from adaptercache.kv import KVPages
@@ -89,12 +90,13 @@ def assemble(
     remote = open_source(source) if source is not None else None
     puts = TensorSource()
     host = HostTier(num_blocks, budgets.host_block_bytes, pinned=device.type == "cuda")
-    disk = DiskTier(disk_dir)
-    fetcher = Fetcher(remote, puts, disk, layout, read_options, ledger, deciding.lock)
-    fetcher.adopt()
+    disk = DiskTier(disk_dir, budgets.disk_bytes)
+    room = DiskRoom(disk, ledger, deciding.lock)
+    room.adopt()
+    fetcher = Fetcher(remote, puts, disk, room, layout, read_options, clock)
     lifts = Lifts(ledger)
     movers = Movers(deciding.lock, THREADS, ended=deciding.go_on, tell=deciding.tell)
-    lifter = Lifter(ledger, lifts, movers, fetcher, layout, disk, host, gpu)
+    lifter = Lifter(ledger, lifts, movers, fetcher, room, layout, disk, host, gpu)
     deciding.advance = lifter.advance
     leasing = Leasing(ledger, lifts, lifter, deciding)
     pages = KVPages(lifts, ledger.gpu.pages, deciding, gpu.streams.gave_up)

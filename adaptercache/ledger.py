@@ -242,25 +242,16 @@ class Ledger:
             for grant in self.waiting.grants(adapter_id):
                 self.fail(grant, error)
 
-    def claim_disk(self, nbytes: int) -> list[Digest] | None:
-        """Set bytes of the disk tier aside for a download.
+    def give_up_on_disk(self, digest: Digest, reason: str) -> bool:
+        """Forget a copy on disk, if there is one and nobody holds it.
 
         Returns:
-            The copies whose files are to be deleted for it; None while there is no room, because
-            what could go is being read.
-
-        Raises:
-            CapacityError: it can never fit.
+            Whether its files may go.
         """
-        limit = self.disk.num_bytes
-        if nbytes > limit:
-            raise CapacityError("disk_bytes can't hold it", needed=nbytes, limit=limit)
-        victims = self.disk.victims_for(nbytes)
-        if victims is not None:
-            self.disk.claimed += nbytes
-            for digest in victims:
-                self.evict(Tier.DISK, digest, "room")
-        return victims
+        may_go = self.disk.evictable(digest)
+        if may_go and self.disk.get(digest) is not None:
+            self.evict(Tier.DISK, digest, reason)
+        return may_go
 
     def published(self, digest: Digest, nbytes: int) -> None:
         """Content is on disk, whole, in files of ``nbytes``."""

@@ -13,6 +13,7 @@ from functools import partial
 
 from adaptercache.arena import HostPlace
 from adaptercache.batch import Decision, Load
+from adaptercache.disk_room import DiskRoom
 from adaptercache.errors import (
     AdapterCacheError,
     AdapterInvalid,
@@ -49,6 +50,7 @@ class Lifter:
         lifts: Lifts,
         movers: Movers,
         fetcher: Fetcher,
+        room: DiskRoom,
         layout: LoraLayout,
         disk: DiskTier,
         host: HostTier,
@@ -58,7 +60,7 @@ class Lifter:
         self._journal = Journal(ledger)
         self._lifts = lifts
         self._movers = movers
-        self._fetcher = fetcher
+        self._fetcher, self._room = fetcher, room
         self._layout = layout
         self._disk, self._host, self._gpu = disk, host, gpu
         self._refreshes: dict[str, list[Future[AdapterKey]]] = {}
@@ -90,7 +92,8 @@ class Lifter:
             self._read(copy)
 
     def close(self) -> None:
-        """Nobody's refresh will be answered any more."""
+        """Nobody's refresh will be answered any more, and no download goes on."""
+        self._fetcher.close()
         for futures in self._refreshes.values():
             self._tell(futures, lambda future: future.set_exception(CacheClosed()))
         self._refreshes.clear()
@@ -101,6 +104,7 @@ class Lifter:
         """Look at the source again; the future has the key that the id stands for then."""
         future: Future[AdapterKey] = Future()
         self._ledger.failures.clear(adapter_id)
+        self._fetcher.look_again(adapter_id)
         self._refreshes.setdefault(adapter_id, []).append(future)
         self._fetch(adapter_id, demand=True)
         return future
@@ -182,7 +186,7 @@ class Lifter:
             return
 
         def work() -> None:
-            self._fetcher.drop(digest)
+            self._room.drop(digest)
 
         done = partial(self._deleted, digest)
         self._movers.submit(
@@ -203,12 +207,12 @@ class Lifter:
         digest, runs = copy.digest, copy.place.runs
 
         def work() -> VectorSpec:
-            packed = read_packed_header(
-                self._disk.packed_path(digest, self._layout.digest), self._layout
-            )
-            if packed.content != digest:
-                raise AdapterInvalid("the packed file is of other content", where=str(packed.path))
-            self._disk.read_into(packed, self._host.views(runs, packed.nbytes))
+            path = self._disk.packed_path(digest, self._layout.digest)
+            with self._disk.reading(digest), self._disk.rejecting(path):
+                packed = read_packed_header(path, self._layout)
+                if packed.content != digest:
+                    raise AdapterInvalid("the packed file is of other content", where=str(path))
+                self._disk.read_into(packed, self._host.views(runs, packed.nbytes))
             return packed.spec
 
         done, failed = partial(self._was_read, digest), partial(self._not_read, digest)
@@ -222,11 +226,16 @@ class Lifter:
             self._delete(digest)
 
     def _not_read(self, digest: Digest, caught: BaseException, seconds: float) -> None:
-        """Drop the copy on disk, so that it is fetched again: the first time at once, and while
-        those who wait go on waiting; if it fails again, after a back-off."""
+        """Forget the copy on disk, so that it is fetched again: packed anew from the files as they
+        were published, or downloaded. The first time at once, and while those who wait go on
+        waiting; if it fails again, after a back-off."""
         if isinstance(caught, (CapacityError, CacheClosed)):  # the disk is not to blame
             self._ledger.host_failed(digest)
             self._journal.failed(Hop.READ, self._ledger.catalog.ids_of(digest), caught, seconds)
+            return
+        if isinstance(caught, FileNotFoundError):  # another process has evicted it: fetched again
+            self._ledger.host_failed(digest)
+            self._ledger.give_up_on_disk(digest, "gone")
             return
         error = LoadFailed("the copy on disk can't be read; it will be fetched again")
         error.__cause__ = caught
@@ -238,7 +247,6 @@ class Lifter:
         copy = self._ledger.disk.get(digest)
         if copy is not None and copy.idle:
             self._ledger.evict(Tier.DISK, digest, "broken")
-            self._delete(digest)
 
     # -- HOST → GPU
 
