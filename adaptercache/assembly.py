@@ -57,6 +57,17 @@ class Parts:
     lifter: Lifter
     leasing: Leasing
     pages: KVPages
+    opened: Source | None
+    """The source, where it was made from a name."""
+
+    def give_back(self) -> None:
+        """Close the tiers and the source, at the end: nothing moves any more."""
+        self.disk.close()
+        self.host.close()
+        self.gpu.drop()
+        close = getattr(self.opened, "close", None)
+        if close is not None:
+            close()
 
 
 def assemble(
@@ -68,6 +79,7 @@ def assemble(
     policy: str,
     disk_dir: str | os.PathLike[str] | None,
     device: torch.device,
+    revision_ttl_s: float | None,
     read_options: ReadOptions,
     clock: Callable[[], float],
 ) -> Parts:
@@ -86,6 +98,7 @@ def assemble(
         itemsize=layout.itemsize,
         clock=clock,
     )
+    ledger.revision_ttl_s = revision_ttl_s
     deciding = Deciding(ledger)
     remote = open_source(source) if source is not None else None
     puts = TensorSource()
@@ -100,7 +113,8 @@ def assemble(
     deciding.advance = lifter.advance
     leasing = Leasing(ledger, lifts, lifter, deciding)
     pages = KVPages(lifts, ledger.gpu.pages, deciding, gpu.streams.gave_up)
-    return Parts(ledger, deciding, disk, host, gpu, puts, movers, lifter, leasing, pages)
+    opened = remote if remote is not source else None
+    return Parts(ledger, deciding, disk, host, gpu, puts, movers, lifter, leasing, pages, opened)
 
 
 def _check_device(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cachetools import TTLCache
 
+from adaptercache.catalog import Known
 from adaptercache.checkpoint import Checkpoint, ReadOptions, read_checkpoint
 from adaptercache.disk.contents import SUMS, sums_size, write_sums
 from adaptercache.disk.transfer import Stream, flush_file, mapped
@@ -39,7 +40,7 @@ from adaptercache.tiers.remote import Source, TensorSource
 __all__ = ["Fetched", "Fetcher"]
 
 PIECE_BYTES = 1 << 20
-MISSING_TTL_S = 10.0
+MISSING_TTL_S, MOST_MISSING = 10.0, 4096
 FLIGHT_PAUSE_S = 0.01
 TRIES = 3
 _PACKED = re.compile(r"[0-9a-f]{64}\.safetensors", re.IGNORECASE)
@@ -76,7 +77,7 @@ class Fetcher:
         self._disk, self._room = disk, room
         self._layout = layout
         self._options = options
-        self._missing: TTLCache[str, AdapterNotFound] = TTLCache(1 << 16, MISSING_TTL_S, clock)
+        self._missing: TTLCache[str, str] = TTLCache(MOST_MISSING, MISSING_TTL_S, clock)
         self._lock = threading.Lock()
         self._closing = threading.Event()
 
@@ -89,15 +90,18 @@ class Fetcher:
         """Give up what is being downloaded, and waiting for others who do."""
         self._closing.set()
 
-    def fetch(self, adapter_id: str) -> Fetched:
+    def fetch(self, adapter_id: str, known: Known | None = None) -> Fetched:
         """The adapter as its source has it now, packed and on disk.
+
+        Args:
+            known: what a tier has of it; if the source still has that, nothing is brought.
 
         Raises:
             AdapterCacheError, OSError: as the source's methods, `read_checkpoint` and `pack` do.
         """
         for attempt in range(TRIES):
             try:
-                return self._fetch(adapter_id)
+                return self._fetch(adapter_id, known)
             except LoadFailed:  # rewritten while we read it: the next revision may hold still
                 if attempt == TRIES - 1:
                     raise
@@ -107,10 +111,12 @@ class Fetcher:
                     raise
         raise AssertionError("unreachable")
 
-    def _fetch(self, adapter_id: str) -> Fetched:
+    def _fetch(self, adapter_id: str, known: Known | None) -> Fetched:
         source = self._puts if adapter_id in self._puts else self._source
         key = AdapterKey(adapter_id, self._revision(source, adapter_id))
         assert source is not None, "it has just told the revision"
+        if known is not None and known.revision == key.revision:
+            return Fetched(key, known.digest, known.elements, 0)
         found = self._find(key)
         if found is not None:
             return found
@@ -124,12 +130,12 @@ class Fetcher:
         with self._lock:
             missing = self._missing.get(adapter_id)
         if missing is not None and source is not self._puts:
-            raise missing.copy_for(adapter_id)
+            raise AdapterNotFound(missing, adapter_id=adapter_id)
         try:
             return source.revision(adapter_id)
         except AdapterNotFound as error:
             with self._lock:
-                self._missing[adapter_id] = error
+                self._missing[adapter_id] = error.what
             raise
 
     def _wait_for_others(self) -> None:

@@ -62,8 +62,13 @@ class Leasing:
             if ledger.lease(grant):
                 ledger.counters.requests[GPU, "hit"] += 1
                 ledger.waiting.bypasses += 1
-                return Lease(adapter_id, grant, self)
-        return self._acquire_later(grant)
+                hit = Lease(adapter_id, grant, self)
+                if not ledger.stale:
+                    return hit
+        if grant.key is None:
+            return self._acquire_later(grant)
+        with self._deciding:  # the source is asked again
+            return hit
 
     def _acquire_later(self, grant: Grant) -> Lease:
         lease = Lease.pending(grant.adapter_id, grant, self)

@@ -57,6 +57,10 @@ class Ledger:
         self.counters = Counters()
         self.gpu_up = True
         self.outbox: list[Callable[[], None]] = []
+        self.revision_ttl_s: float | None = None
+        """After how long the source is asked again about an id that is in use; None: never."""
+        self.stale: set[str] = set()
+        """Ids that were leased though it is longer ago."""
         self.on_evict: Callable[[Tier, Digest], None] | None = None
         self.itemsize = itemsize
 
@@ -97,7 +101,9 @@ class Ledger:
         size, limit = elements * self.itemsize, self.host.blocks.num_blocks * self.host.block_bytes
         if self.host.blocks_for(size) > self.host.blocks.num_blocks:
             raise CapacityError("host_bytes can't hold it", needed=size, limit=limit)
-        orphan = self.catalog.learn(key.adapter_id, Known(key.revision, digest, elements))
+        orphan = self.catalog.learn(
+            key.adapter_id, Known(key.revision, digest, elements, self.clock())
+        )
         self.failures.clear(key.adapter_id)
         self._doom(digest, False)
         if orphan is not None:
@@ -151,6 +157,9 @@ class Ledger:
         if known.digest in self.waiting.draining:
             return False
         self.gpu.lease(copy)
+        ttl_s = self.revision_ttl_s
+        if ttl_s is not None and self.clock() - known.checked > ttl_s:
+            self.stale.add(grant.adapter_id)
         self.waiting.forget_hint(grant.adapter_id)
         grant.digest = known.digest
         grant.slot = copy.place.slot

@@ -72,6 +72,7 @@ class Lifter:
         """Start whatever can be started for those who wait, and serve those who can be served."""
         waiting = self._ledger.waiting
         if not waiting:
+            self._ask_again()
             return
         self.lift_to_host()
         placement = self._lifts.place_on_gpu()
@@ -84,6 +85,7 @@ class Lifter:
 
     def lift_to_host(self) -> None:
         """The same, as far as CPU memory."""
+        self._ask_again()
         for adapter_id, hint in self._lifts.absent():
             if self._movers.queued(Hop.FETCH) >= MAX_FETCHES:
                 break
@@ -109,6 +111,14 @@ class Lifter:
         self._fetch(adapter_id, demand=True)
         return future
 
+    def _ask_again(self) -> None:
+        """Look at the source for what is in use and was last looked at long ago, in the background;
+        what is here goes on serving."""
+        while self._ledger.stale:
+            adapter_id = self._ledger.stale.pop()
+            self._ledger.catalog.check(adapter_id, self._ledger.clock())
+            self._fetch(adapter_id, demand=False)
+
     def remove(self, adapter_id: str) -> None:
         """Forget the local copies. A fetch that is under way is forgotten when it ends."""
         orphan = self._ledger.forget(adapter_id)
@@ -120,11 +130,13 @@ class Lifter:
         if self._movers.join(Hop.FETCH, adapter_id, demand=demand):
             return  # a refresh may mean a newer revision than it reads: see _fetch_again
         refreshes = self._refreshes.pop(adapter_id, [])
+        # What a tier has needn't be on the disk where the source hasn't changed.
+        known = None if self._ledger.lacks(adapter_id) else self._ledger.catalog.get(adapter_id)
         self._movers.submit(
             Job(
                 Hop.FETCH,
                 adapter_id,
-                partial(self._fetcher.fetch, adapter_id),
+                partial(self._fetcher.fetch, adapter_id, known),
                 partial(self._fetched, refreshes),
                 partial(self._not_fetched, adapter_id, refreshes),
                 demand,
