@@ -40,7 +40,7 @@ from adaptercache.tiers.remote import Source, TensorSource
 __all__ = ["Fetched", "Fetcher"]
 
 PIECE_BYTES = 1 << 20
-MISSING_TTL_S, MOST_MISSING = 10.0, 4096
+MISSING_TTL_S, MOST_MISSING = 10.0, 1024
 FLIGHT_PAUSE_S = 0.01
 TRIES = 3
 _PACKED = re.compile(r"[0-9a-f]{64}\.safetensors", re.IGNORECASE)

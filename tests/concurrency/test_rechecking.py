@@ -84,17 +84,19 @@ def test_what_can_not_be_asked_goes_on_serving(tiny: Any, trouble: str) -> None:
 
 def test_the_recheck_of_what_the_disk_has_evicted_reads_nothing(tiny: Any) -> None:
     now, source = [0.0], tiny.source("a")
-    with tiny.cache(source, clock=lambda: now[0], revision_ttl_s=10) as cache:
-        with cache.acquire("a").result(10) as lease:
-            cache._parts.lifter._room.make_free(1)
-            assert cache.resident(Tier.DISK) == frozenset()
-            reads = source.calls["read", "a"]
-            now[0] += 11
-            cache.acquire("a").release()
-            assert tiny.wait_until(lambda: tiny.idle(cache))
-            assert source.calls["read", "a"] == reads
-            assert cache.resident(Tier.GPU) == {"a"}
-            assert lease.ready
+    with (
+        tiny.cache(source, clock=lambda: now[0], revision_ttl_s=10) as cache,
+        cache.acquire("a").result(10) as lease,
+    ):
+        cache._parts.lifter._room.make_free(1)
+        assert cache.resident(Tier.DISK) == frozenset()
+        reads = source.calls["read", "a"]
+        now[0] += 11
+        cache.acquire("a").release()
+        assert tiny.wait_until(lambda: tiny.idle(cache))
+        assert source.calls["read", "a"] == reads
+        assert cache.resident(Tier.GPU) == {"a"}
+        assert lease.ready
 
 
 # An adapter that isn't there
