@@ -40,7 +40,7 @@ CERTAIN = {
     "adaptercache_evictions_total": {
         *(("gpu", "room"), ("gpu", "kv"), ("gpu", "superseded"), ("gpu", "dropped")),
         *(("host", "room"), ("host", "superseded")),
-        *(("disk", "room"), ("disk", "superseded"), ("disk", "broken")),
+        *(("disk", "room"), ("disk", "superseded"), ("disk", "broken"), ("disk", "gone")),
     },
     "adaptercache_prefetch_wasted_total": {()},
     "adaptercache_errors_total": {
