@@ -29,7 +29,7 @@ from adaptercache.tiers.remote import Source, TensorSource, open_source
 
 __all__ = ["Budgets", "Parts", "assemble"]
 
-THREADS = {Hop.FETCH: 4, Hop.READ: 2, Hop.COPY: 1}
+THREADS = {Hop.FETCH: 16, Hop.READ: 2, Hop.COPY: 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import zlib
@@ -80,6 +81,8 @@ class Fetcher:
         self._missing: TTLCache[str, str] = TTLCache(MOST_MISSING, MISSING_TTL_S, clock)
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        # Downloads wait for the network, many side by side; this takes cores and memory.
+        self._packing = threading.BoundedSemaphore(min(4, os.cpu_count() or 1))
 
     def look_again(self, adapter_id: str) -> None:
         """Whether it was missing a short while ago doesn't matter now."""
@@ -178,18 +181,19 @@ class Fetcher:
         digest = self._held(key)
         if digest is None:
             return None
-        try:
-            checkpoint = self._read(self._disk.folder(digest))
-        except (AdapterInvalid, LoadFailed):
-            return None
-        if checkpoint.digest != digest:
-            return None
-        folder = self._disk.new_folder()
-        try:
-            self._publish(folder, key, checkpoint, 0)
-        finally:
-            self._disk.discard(folder)
-        return Fetched(key, digest, spec_of(checkpoint, self._layout).elements, 0)
+        with self._packing:
+            try:
+                checkpoint = self._read(self._disk.folder(digest))
+            except (AdapterInvalid, LoadFailed):
+                return None
+            if checkpoint.digest != digest:
+                return None
+            folder = self._disk.new_folder()
+            try:
+                self._publish(folder, key, checkpoint, 0)
+            finally:
+                self._disk.discard(folder)
+            return Fetched(key, digest, spec_of(checkpoint, self._layout).elements, 0)
 
     # -- what isn't
 
@@ -204,11 +208,12 @@ class Fetcher:
                     name: self._copy(source, key, name, size, folder / name)
                     for name, size in files.items()
                 }
-            checkpoint = self._read(folder)
             write_sums(folder, sums)
-            spec = spec_of(checkpoint, self._layout)
-            # Claimed anew, as one sum: two downloads that each hold a part would wait for ever.
-            self._publish(folder, key, checkpoint, nbytes + sums_size(files))
+            with self._packing:
+                checkpoint = self._read(folder)
+                spec = spec_of(checkpoint, self._layout)
+                # Claimed anew, as one sum: two downloads that each hold a part would wait for ever.
+                self._publish(folder, key, checkpoint, nbytes + sums_size(files))
             return Fetched(key, checkpoint.digest, spec.elements, nbytes)
         except (AdapterInvalid, AdapterUnsupported) as error:
             # The temporary folder would tell nobody anything.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 from adaptercache.checkpoint import Checkpoint, LoraWeights
+from adaptercache.checkpoint.memory import anonymous_memory
+from adaptercache.checkpoint.slices import edges, slices_of
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 from adaptercache.identity import Digest
 from adaptercache.layout import LoraLayout, align
@@ -106,7 +109,8 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
     """
     spec = spec_of(checkpoint, layout)
     dtype = getattr(torch, layout.dtype)
-    vector = torch.zeros(spec.elements, dtype=dtype)
+    memory = anonymous_memory(spec.elements * layout.itemsize)  # zeros
+    vector = torch.frombuffer(memory, dtype=dtype, count=spec.elements)
     for path, weights in checkpoint.modules.items():
         assert isinstance(weights, LoraWeights), "spec_of has checked it"
         index = layout.site_of[path]
@@ -116,8 +120,10 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
         b = vector[b_start : b_start + rank * site.out_features].view(rank, site.out_features)
         _check_range(path, weights, dtype)
         its_a, its_b = _part(weights, site)
-        a.copy_(its_a)
-        b.copy_(its_b.t())
+        for rows in slices_of(*a.shape):
+            a[rows].copy_(its_a[rows])
+        for rows in slices_of(*its_b.shape):
+            b[:, rows].copy_(its_b[rows].t())
     return spec, vector
 
 
@@ -128,7 +134,7 @@ def _check_range(path: str, weights: LoraWeights, dtype: torch.dtype) -> None:
     """
     for matrix in (weights.a, weights.b):
         may_overflow = torch.finfo(matrix.dtype).max > torch.finfo(dtype).max
-        if may_overflow and not all(e.to(dtype).isfinite() for e in torch.aminmax(matrix)):
+        if may_overflow and not all(map(math.isfinite, _cast_edges(matrix, dtype))):
             name = str(dtype).removeprefix("torch.")
             raise AdapterInvalid(
                 f"a weight is too large for {name}",
@@ -139,6 +145,11 @@ def _check_range(path: str, weights: LoraWeights, dtype: torch.dtype) -> None:
                 if name == "float16"
                 else "train it again: no sound one has it",
             )
+
+
+def _cast_edges(matrix: Tensor, dtype: torch.dtype) -> list[float]:
+    """The smallest and the largest number as ``dtype``."""
+    return [float(torch.tensor(edge, dtype=matrix.dtype).to(dtype)) for edge in edges(matrix)]
 
 
 def _part(weights: LoraWeights, site: Site) -> tuple[Tensor, Tensor]:

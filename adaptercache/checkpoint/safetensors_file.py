@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 import torch
 
 from adaptercache.checkpoint.json_object import MOST_VALUES, parse_object
+from adaptercache.checkpoint.memory import anonymous_memory
 from adaptercache.checkpoint.regular_file import open_regular
 from adaptercache.errors import AdapterInvalid, LoadFailed
 
@@ -184,7 +185,7 @@ def _read(file: BufferedReader, extents: Mapping[str, _Extent]) -> dict[str, tor
     for name, extent in extents.items():
         starts[name] = total
         total += -(-(extent.end - extent.begin) // _ALIGN) * _ALIGN
-    memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE)  # none is taken until written to
+    memory = anonymous_memory(total)
     places = memoryview(memory)
     for name, extent in extents.items():
         size = extent.end - extent.begin

@@ -21,7 +21,7 @@ from adaptercache.packing import PackedFile, bytes_of
 
 __all__ = ["Stream", "Transfer", "flush_file", "mapped"]
 
-READ_BYTES = 2 << 20
+READ_BYTES = 8 << 20
 READ_THREADS = 4
 SPAN_BYTES = 4 << 20  # a file is downloaded in spans of at least so many bytes
 SPANS = 4
