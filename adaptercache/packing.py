@@ -13,7 +13,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,17 +30,19 @@ from adaptercache.layout import LoraLayout, align
 from adaptercache.sites import Site
 
 __all__ = [
+    "PACKED_FORMAT",
     "PackedFile",
     "VectorSpec",
     "bytes_of",
     "pack",
     "packed_size",
     "read_packed_header",
+    "seal_of",
     "spec_of",
     "write_packed",
 ]
 
-_FORMAT = "adaptercache packed v1"
+PACKED_FORMAT = "adaptercache packed v1"
 _HEADER_STEP = 4096  # the vector begins at a multiple of it, so that direct I/O is possible
 _MAX_HEADER = 64 << 20
 _SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -206,16 +208,15 @@ def write_packed(
 def _header(layout: LoraLayout, content: Digest, spec: VectorSpec, crc32: int) -> bytes:
     """The file's beginning; its length doesn't depend on digest and checksum."""
     facts = {
-        "format": _FORMAT,
+        "format": PACKED_FORMAT,
         "content_digest": content.hex(),
         "layout_digest": layout.digest.hex(),
         "ranks": json.dumps(spec.ranks),
         "scalings": json.dumps([scaling.hex() for scaling in spec.scalings]),
         "crc32": f"{crc32:08x}",
     }
-    seal = zlib.crc32(json.dumps(facts).encode())  # a flipped bit in a scaling is a wrong adapter
     header = {
-        "__metadata__": {**facts, "header_crc32": f"{seal:08x}"},
+        "__metadata__": {**facts, "header_crc32": seal_of(facts)},
         "vector": {
             "dtype": _SAFETENSORS_NAMES[layout.dtype],
             "shape": [spec.elements],
@@ -225,6 +226,11 @@ def _header(layout: LoraLayout, content: Digest, spec: VectorSpec, crc32: int) -
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_STEP)
     return len(text).to_bytes(8, "little") + text
+
+
+def seal_of(facts: Mapping[str, object]) -> str:
+    """The checksum of the metadata: a flipped bit in a scaling is a wrong adapter."""
+    return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
 
 
 def read_packed_header(path: Path, layout: LoraLayout) -> PackedFile:

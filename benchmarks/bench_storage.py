@@ -201,9 +201,12 @@ def from_s3(cases: Cases) -> None:
             ours(f"a{number + 1}", SMALL_BYTES, Path(folder) / f"out{number}")
 
         pools = {count: ThreadPoolExecutor(count) for count in (4, 8, 16)}
+
+        def all_by(pool: ThreadPoolExecutor) -> None:
+            list(pool.map(get, range(SMALL)))
+
         many: dict[str, Callable[[], object]] = {
-            f"get_object by {count} threads": lambda pool=pool: list(pool.map(get, range(SMALL)))
-            for count, pool in pools.items()
+            f"get_object by {count} threads": partial(all_by, pool) for count, pool in pools.items()
         }
         many["adaptercache"] = lambda: list(pools[16].map(one_file, range(SMALL)))
         seconds = in_turns(many, before=clear)
