@@ -51,10 +51,15 @@ class Budget:
             return None
 
     def add(self, nbytes: int) -> None:
-        """More is there, or (negative) less."""
+        """More is there, or (negative) less; what can't be written down then is counted again."""
         used = self.used()
-        if used is not None:
+        if used is None:
+            return
+        try:
             self.set(max(0, used + nbytes))
+        except OSError:
+            if nbytes > 0:
+                raise
 
     def set(self, used: int) -> None:
         """What was counted."""
