@@ -112,7 +112,7 @@ class Proxy:
             self._send(handler, answer.status, headers, content[: fault.after])
         elif kind == "flip":
             spoiled = bytearray(content)
-            spoiled[fault.after] ^= 0x10
+            spoiled[min(fault.after, len(spoiled) - 1)] ^= 0x10
             self._send(handler, answer.status, headers, bytes(spoiled))
         elif kind == "html":
             self._send(handler, 200, {"Content-Type": "text/html"}, HTML)

@@ -66,6 +66,7 @@ def stream(
                 waits = pauses(options.tries)  # it gets on
             what = f"reading s3://{found.bucket}/{found.key} at byte {at}"
             connection.survive(error, client, what, next(waits, None))
+            yield b""  # so that who has waited in vain so long may give up
 
 
 def _range(
