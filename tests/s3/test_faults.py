@@ -342,3 +342,17 @@ def test_a_certificate_of_ones_own(
         trusting.close()
         with pytest.raises(S3Failure, match="SSL"):
             source(endpoint_url=secure.url, tries=1).revision("a")
+
+
+def test_a_bucket_of_another_region_is_followed_there_once(
+    source: Any, published: None, proxy: Proxy, tmp_path: Path
+) -> None:
+    """Row 201."""
+    elsewhere = {"x-amz-bucket-region": "eu-west-1"}
+    moved = Fault(
+        "error", where="list-type", status=301, code="PermanentRedirect", headers=elsewhere
+    )
+    proxy.inject(moved)
+    assert download(source(), tmp_path / "out") == WHOLE
+    regions = [headers["Authorization"].split("/")[2] for _, _, headers in proxy.requests[:2]]
+    assert regions == ["us-east-1", "eu-west-1"]

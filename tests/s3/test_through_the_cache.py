@@ -153,7 +153,9 @@ def test_republished_in_the_store_it_comes_by_its_ttl(tiny: Any, upload: Any, so
         assert tiny.wait_until(lambda: serves(cache, "a", new))
 
 
-def test_version_after_version_in_the_store(tiny: Any, upload: Any, source: Any, tmp_path: Path) -> None:
+def test_version_after_version_in_the_store(
+    tiny: Any, upload: Any, source: Any, tmp_path: Path
+) -> None:
     with tiny.cache(source(), disk_dir=tmp_path, device="cpu") as cache:
         for number in range(12):
             tensors = upload("a", number)
