@@ -43,7 +43,7 @@ class DiskRoom:
         with self._lock:
             for digest, size in found:
                 self._ledger.published(digest, size)
-        self._disk.tidy()
+        self._disk.tidy({digest for digest, _ in found})
         with suppress(OSError):  # a disk that can't be written keeps what it has
             self.trim()
 

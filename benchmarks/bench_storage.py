@@ -32,7 +32,7 @@ import torch
 import record
 from adaptercache import BaseModel, LoraLayout
 from adaptercache.checkpoint import Checkpoint, read_checkpoint
-from adaptercache.disk.contents import write_sums
+from adaptercache.disk.contents import SUMS
 from adaptercache.disk.transfer import mapped
 from adaptercache.packing import bytes_of, pack, read_packed_header, write_packed
 from adaptercache.testing import random_adapter
@@ -362,16 +362,16 @@ def start(cases: Cases) -> None:
             digest = content_digest([("number", number.to_bytes(8, "little"))])
             folder = disk.folder(digest)
             folder.mkdir()
-            for name in ("adapter_config.json", "adapter_model.safetensors", "0" * 64):
+            for name in ("adapter_config.json", "adapter_model.safetensors", "0" * 64, SUMS):
                 (folder / name).write_bytes(b"x")
-            write_sums(folder, {"adapter_config.json": 1, "adapter_model.safetensors": 2})
             disk.note(AdapterKey(f"adapter-{number}", "1"), digest)
         disk.close()
 
         def begin() -> None:
             tier = DiskTier(root)
-            assert len(tier.scan()) == CONTENTS
-            tier.tidy()
+            found = tier.scan()
+            assert len(found) == CONTENTS
+            tier.tidy({digest for digest, _ in found})
             tier.close()
 
         seconds = in_turns({"adaptercache": begin}, rounds=5)["adaptercache"]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,12 +62,16 @@ class Notes:
         for name in names:
             self._remove_if(name, lambda found: found == digest)
 
-    def sweep(self) -> None:
-        """Remove all notes of what isn't here, and what else lies among them."""
+    def sweep(self, present: Collection[Digest]) -> None:
+        """Remove all notes of what isn't here, and what else lies among them.
+
+        Args:
+            present: what was here a moment ago; only of others it is looked up.
+        """
         for name in os.listdir(self._folder):
-            note = _read(self._folder / name)
+            note = _read(f"{self._folder}/{name}")
             digest = _digest_of(note) if note is not None else None
-            if digest is None or not self._is_here(digest):
+            if digest is None or not (digest in present or self._is_here(digest)):
                 self._remove_if(name, lambda found: found is None or not self._is_here(found))
             else:
                 self._remember(digest, name)
@@ -90,10 +94,13 @@ def _name(adapter_id: str) -> str:
     return f"{hashlib.sha256(adapter_id.encode('utf-8', 'surrogatepass')).hexdigest()}.json"
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _read(path: Path | str) -> dict[str, object] | None:
     try:
-        with open(path, "rb") as file:
-            note = json.loads(file.read(1 << 20))
+        handle = os.open(path, os.O_RDONLY)  # there are many, at the start: none is buffered
+        try:
+            note = json.loads(os.read(handle, 1 << 20))
+        finally:
+            os.close(handle)
     except (OSError, ValueError, RecursionError):
         return None
     return note if isinstance(note, dict) else None

@@ -15,7 +15,7 @@ import errno
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -84,10 +84,10 @@ class DiskTier:
         """All content that is here, with its bytes, the least recently used first."""
         return [(entry.digest, entry.size) for entry in self._contents.scan()]
 
-    def tidy(self) -> None:
-        """Remove the notes of what isn't here; for the start."""
+    def tidy(self, present: Collection[Digest]) -> None:
+        """Remove the notes of what isn't here; for the start, with what `scan` has found."""
         if self._place.is_open:
-            self._notes.sweep()
+            self._notes.sweep(present)
 
     def size(self, digest: Digest) -> int:
         """Bytes of the files of one content."""

@@ -290,7 +290,7 @@ def test_notes_of_what_is_gone_are_removed(tmp_path: Path) -> None:
         other.delete(digest_of("b"))
     (tmp_path / "index" / "stray").write_text("no note")
     third = DiskTier(tmp_path)
-    third.tidy()
+    third.tidy(())
     assert len(os.listdir(tmp_path / "index")) == 1, "the others at the next start"
     assert third.lookup(AdapterKey("c", "r")) == digest_of("c")
     for each in (tier, other, third):
