@@ -17,7 +17,7 @@ from adaptercache.tiers.disk import DiskTier
 __all__ = ["DiskRoom"]
 
 ROOM_WAIT_S = 30.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
 
 
 class Claim:
@@ -56,6 +56,9 @@ class DiskRoom:
         size = self._disk.size(digest)
         with self._lock:
             self._ledger.published(digest, size)
+            knows_too_much = self._ledger.disk.used > self._ledger.disk.num_bytes
+        if knows_too_much:  # other processes have evicted some of it
+            self._forget_all_but(frozenset(digest for digest, _ in self._disk.scan()))
 
     @contextmanager
     def claimed(self, nbytes: int) -> Iterator[Claim]:

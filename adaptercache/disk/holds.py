@@ -49,6 +49,9 @@ class Holds:
                 self._start_timer()
             return True
 
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self._held
+
     def drop(self, digest: Digest) -> None:
         """It was read, or is to be deleted."""
         with self._lock:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["claimed", "exclusive", "hold", "is_at", "seize"]
+__all__ = ["claimed", "exclusive", "hold", "is_at", "remove_unclaimed", "seize"]
 
 
 @contextmanager
@@ -45,6 +45,20 @@ def claimed(path: Path, wait: Callable[[], None]) -> Iterator[None]:
                     with suppress(FileNotFoundError):
                         os.unlink(path)
                 return
+        finally:
+            os.close(handle)
+
+
+def remove_unclaimed(folder: Path) -> None:
+    """Remove the files that holders who died have left: see `claimed`."""
+    for path in folder.iterdir():
+        try:
+            handle = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            if _try(handle, fcntl.LOCK_EX) and is_at(handle, path):
+                os.unlink(path)
         finally:
             os.close(handle)
 

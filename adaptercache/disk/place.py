@@ -11,7 +11,7 @@ import uuid
 import weakref
 from pathlib import Path
 
-from adaptercache.disk.locks import exclusive
+from adaptercache.disk.locks import exclusive, remove_unclaimed
 
 __all__ = ["Place"]
 
@@ -51,6 +51,7 @@ class Place:
                 (self.root / name).mkdir(parents=True, exist_ok=True)
             with exclusive(self.root / "lock"):  # against another cache that starts here now
                 self.remove_dead()
+                remove_unclaimed(self.root / "flights")
                 self.own.mkdir()
                 alive = os.open(self.own, os.O_RDONLY)
                 fcntl.flock(alive, fcntl.LOCK_EX)

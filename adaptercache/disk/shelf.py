@@ -106,9 +106,12 @@ class Shelf:
         """Take contents away until ``nbytes`` have gone. Returns where they are now, for the caller
         to remove without the lock, and their bytes."""
         doomed, freed = [], 0
-        for entry in entries:
+        # What we hold ourselves goes last, but it goes: holds keep other processes out.
+        for entry in sorted(entries, key=lambda entry: entry.digest in self._holds):
             if freed >= nbytes:
                 break
+            if entry.digest in self._holds and may_evict(entry.digest):
+                self._holds.drop(entry.digest)
             to = self._place.fresh()
             size = self._contents.take_away(entry.digest, to, may_evict)
             if size is not None:

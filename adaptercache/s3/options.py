@@ -43,7 +43,7 @@ class S3Options:
         ca_bundle: a file of certificates to trust instead of the usual ones.
         requester_pays: pay for the requests to a bucket that asks for it.
         anonymous: send no credentials.
-        tries: how often one request is made at most, while none brings anything.
+        tries: how often one request is made at most, while none brings 64 KiB.
         connect_timeout_s: seconds for a connection.
         stall_timeout_s: seconds without a byte, after which a request counts as failed.
         slowest_bytes_per_s: below it a transfer counts as stalled, though bytes drip.

@@ -18,6 +18,7 @@ from adaptercache.s3.failures import MISSING, REPLACED, Broken, code_of, pauses
 
 __all__ = ["StoredObject", "stream"]
 
+WORTHWHILE_BYTES = 64 << 10  # what a request must bring so that its failure isn't counted
 CHUNK_BYTES = 256 << 10  # small enough for a core's cache between the socket and the file
 
 
@@ -62,7 +63,7 @@ def stream(
         except Broken as error:
             if code_of(error) in REPLACED | MISSING:
                 raise _replaced(found) from error
-            if at > before:
+            if at - before >= WORTHWHILE_BYTES:
                 waits = pauses(options.tries)  # it gets on
             what = f"reading s3://{found.bucket}/{found.key} at byte {at}"
             connection.survive(error, client, what, next(waits, None))

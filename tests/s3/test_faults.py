@@ -99,6 +99,15 @@ def test_a_connection_that_breaks_all_the_time_but_gets_on_is_followed_to_the_en
     assert download(source(), tmp_path / "out") == WHOLE
 
 
+def test_a_connection_that_breaks_after_a_little_all_the_time_is_given_up(
+    source: Any, published: None, proxy: Proxy, tmp_path: Path
+) -> None:
+    proxy.inject(Fault("truncate", after=1000, times=999))
+    with pytest.raises(S3Failure):
+        download(source(), tmp_path / "out")
+    assert proxy.count("GET", "adapter_model") <= 4 * 3
+
+
 LASTING = [
     (Fault("reset", times=99), S3Failure, "reading s3://"),
     (Fault("stall", times=99), S3Failure, "reading s3://"),

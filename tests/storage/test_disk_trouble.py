@@ -238,6 +238,19 @@ def test_what_another_is_about_to_read_is_not_evicted(tmp_path: Path) -> None:
     other.close()
 
 
+def test_what_we_hold_ourselves_goes_last_but_goes(tmp_path: Path) -> None:
+    """(A download waited until the hold on what nobody read had lapsed.)"""
+    tier = DiskTier(tmp_path, 250)
+    publish(tier, "a")
+    publish(tier, "b")
+    tier._holds.drop(digest_of("b"))
+    assert tier.set_aside(100, always).granted
+    assert [digest for digest, _ in tier.scan()] == [digest_of("a")]
+    assert tier.set_aside(100, always).granted
+    assert tier.scan() == []
+    tier.close()
+
+
 def test_a_hold_lapses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from adaptercache.disk import holds
 

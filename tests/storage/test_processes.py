@@ -52,6 +52,7 @@ def nothing_half_done(root: Path, layout: Any) -> None:
                 {"adapter_config.json", "adapter_model.safetensors", "files.json"},
             )
     assert list((root / "disk" / "tmp").iterdir()) == []
+    assert list((root / "disk" / "flights").iterdir()) == []
     assert len(list((root / "disk" / "index").iterdir())) <= 64
 
 
