@@ -41,7 +41,7 @@ from adaptercache.tiers.disk import DiskTier
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 MIB = 1 << 20
-ROUNDS = 15
+ROUNDS = 9
 THREADS = 4
 SMALL, SMALL_BYTES = 64, 2 * MIB
 CONTENTS = 20_000
@@ -286,7 +286,7 @@ def to_memory(cases: Cases) -> None:
                 "preadv, 2 MiB each": lambda: bare(2 * MIB),
                 "adaptercache": lambda: disk.read_into(packed, views),
             },
-            rounds=41,
+            rounds=21,
         )
         assert other.view(torch.bfloat16).equal(vector)
         where = "pinned memory" if torch.cuda.is_available() else "memory"
@@ -374,7 +374,7 @@ def start(cases: Cases) -> None:
             tier.tidy({digest for digest, _ in found})
             tier.close()
 
-        seconds = in_turns({"adaptercache": begin}, rounds=5)["adaptercache"]
+        seconds = in_turns({"adaptercache": begin}, rounds=3)["adaptercache"]
         cases[f"start on {CONTENTS} adapters"] = {
             **record.spread(seconds),
             "limit_us": 2_000_000,
