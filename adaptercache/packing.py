@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -136,7 +135,7 @@ def _check_range(path: str, weights: LoraWeights, dtype: torch.dtype) -> None:
     """
     for matrix in (weights.a, weights.b):
         may_overflow = torch.finfo(matrix.dtype).max > torch.finfo(dtype).max
-        if may_overflow and not all(map(math.isfinite, _cast_edges(matrix, dtype))):
+        if may_overflow and _overflows(matrix, dtype):
             name = str(dtype).removeprefix("torch.")
             raise AdapterInvalid(
                 f"a weight is too large for {name}",
@@ -149,9 +148,13 @@ def _check_range(path: str, weights: LoraWeights, dtype: torch.dtype) -> None:
             )
 
 
-def _cast_edges(matrix: Tensor, dtype: torch.dtype) -> list[float]:
-    """The smallest and the largest number as ``dtype``."""
-    return [float(torch.tensor(edge, dtype=matrix.dtype).to(dtype)) for edge in edges(matrix)]
+def _overflows(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a number of it is infinite as ``dtype``, or was before."""
+    low, high = edges(matrix)
+    if max(-low, high) <= torch.finfo(dtype).max:
+        return False
+    cast = [torch.tensor(edge, dtype=matrix.dtype).to(dtype) for edge in (low, high)]
+    return not all(edge.isfinite() for edge in cast)  # a little above, it is rounded down
 
 
 def _part(weights: LoraWeights, site: Site) -> tuple[Tensor, Tensor]:
