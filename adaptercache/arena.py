@@ -233,20 +233,25 @@ class HostArena(Residency[HostPlace]):
 
 
 class DiskShelf(Residency[None]):
-    """The bytes of the disk tier: published content, and what downloads have set aside."""
+    """The content on disk that this cache knows of.
+
+    Its bytes and its order of eviction are the directory's, which other processes change too: see
+    `DiskRoom`. So more may be known than is there; what has gone is found out by reading it.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(LRU)
         self.num_bytes = num_bytes
-        self.claimed = 0
 
-    def victims_for(self, nbytes: int) -> list[Digest] | None:
-        """Whose files have to go so that ``nbytes`` more fit; None while too many are read."""
-        excess = self.used + self.claimed + nbytes - self.num_bytes
-        victims: list[Digest] = []
-        for copy in self.coldest():
-            if excess <= 0:
-                break
-            victims.append(copy.digest)
-            excess -= copy.size
-        return victims if excess <= 0 else None
+    def evictable(self, digest: Digest) -> bool:
+        """Whether nobody here holds it."""
+        copy = self.get(digest)
+        return copy is None or copy.idle
+
+    def published(self, digest: Digest, nbytes: int) -> None:
+        """Content is on disk, whole, in files of ``nbytes``."""
+        copy = self.get(digest)
+        if copy is None:
+            self.loaded(self.reserve(digest, nbytes, None))
+        else:
+            self.resize(copy, nbytes)

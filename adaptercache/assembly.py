@@ -11,6 +11,7 @@ import torch
 from adaptercache.arena import DiskShelf, GpuArena, HostArena
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.deciding import Deciding
+from adaptercache.disk_room import DiskRoom
 from adaptercache.errors import CacheClosed, CapacityError
 from adaptercache.fetch import Fetcher
 from adaptercache.kv import KVPages
@@ -31,7 +32,7 @@ __all__ = ["Budgets", "Parts", "assemble"]
 
 # Copies: two that are queued one behind the other keep the link busy, and a third is for whoever
 # comes meanwhile. Their threads sleep.
-THREADS = {Hop.FETCH: 4, Hop.READ: 2, Hop.COPY: 3}
+THREADS = {Hop.FETCH: 16, Hop.READ: 2, Hop.COPY: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class Parts:
     lifter: Lifter
     leasing: Leasing
     pages: KVPages
+    opened: Source | None
+    """The source, where it was made from a name."""
 
     def close(self) -> None:
         """End running loads, fail whoever waits, and free all, in that order. Idempotent."""
@@ -84,6 +87,9 @@ class Parts:
         self.disk.close()
         self.gpu.drop()
         self.host.close()
+        close = getattr(self.opened, "close", None)
+        if close is not None:
+            close()
 
 
 def assemble(
@@ -95,6 +101,7 @@ def assemble(
     policy: str,
     disk_dir: str | os.PathLike[str] | None,
     device: torch.device,
+    revision_ttl_s: float | None,
     read_options: ReadOptions,
     clock: Callable[[], float],
 ) -> Parts:
@@ -114,6 +121,7 @@ def assemble(
         clock=clock,
     )
     ledger.have_ended = gpu.streams.have_ended
+    ledger.revision_ttl_s = revision_ttl_s
     deciding = Deciding(ledger)
     remote = open_source(source) if source is not None else None
     puts = TensorSource()
@@ -123,16 +131,20 @@ def assemble(
         pinned=device.type == "cuda",
         allow_pageable=budgets.allow_pageable,
     )
-    disk = DiskTier(disk_dir)
-    fetcher = Fetcher(remote, puts, disk, layout, read_options, ledger, deciding.lock)
-    fetcher.adopt()
+    disk = DiskTier(disk_dir, budgets.disk_bytes)
+    room = DiskRoom(disk, ledger, deciding.lock)
+    room.adopt()
+    fetcher = Fetcher(remote, puts, disk, room, layout, read_options, clock)
     lifts = Lifts(ledger)
     movers = Movers(deciding.lock, THREADS, ended=deciding.go_on, tell=deciding.tell)
-    lifter = Lifter(ledger, lifts, movers, fetcher, layout, disk, host, gpu)
+    lifter = Lifter(ledger, lifts, movers, fetcher, room, layout, disk, host, gpu)
     deciding.advance = lifter.advance
     leasing = Leasing(ledger, lifts, lifter, deciding)
     pages = KVPages(lifts, ledger.gpu.pages, deciding, lambda: gpu.streams.last_opened)
-    return Parts(ledger, deciding, disk, host, gpu, puts, lifts, movers, lifter, leasing, pages)
+    opened = remote if remote is not source else None
+    return Parts(
+        ledger, deciding, disk, host, gpu, puts, lifts, movers, lifter, leasing, pages, opened
+    )
 
 
 def _check_device(device: torch.device) -> None:

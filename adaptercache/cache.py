@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ from adaptercache.tiers.remote import Source
 
 __all__ = ["AdapterCache"]
 
-log = logging.getLogger(__name__)
-
 
 class AdapterCache:
     """LoRA adapters in tiers: GPU, pinned CPU memory, local disk, and a source.
@@ -44,12 +41,14 @@ class AdapterCache:
 
     Args:
         layout: the sites of the base model that adapters may touch.
-        source: where adapters come from: a directory or a `Source`; None: only `put`.
+        source: a directory, ``s3://bucket/prefix`` or a `Source`; None: only `put`.
         gpu_bytes: of the arena; a float below 1 is a share of what the GPU has free now.
         gpu_slots: adapters on the GPU at most.
         host_bytes: of CPU memory for adapters, page-locked where ``device`` is a GPU.
-        disk_dir: for the disk tier; one directory may serve many runs. None: a temporary one.
-        disk_bytes: its budget.
+        disk_dir: for the disk tier; it may serve many runs and processes. None: a temporary one.
+        disk_bytes: its budget, which all processes keep together.
+        revision_ttl_s: how old what is known of an adapter in use may be: then the source is asked,
+            in the background, whether it has changed. None: only by `refresh`.
         policy: ``"lru"`` or ``"lfu"`` (aged), for GPU and CPU memory.
         kv: the KV cache that shares the arena; None: adapters alone.
         device: of the arena; ``"cpu"`` runs everything without a GPU.
@@ -78,6 +77,7 @@ class AdapterCache:
         gpu_slots: int = 128,
         disk_dir: str | os.PathLike[str] | None = None,
         disk_bytes: int = 64 << 30,
+        revision_ttl_s: float | None = None,
         policy: str = "lru",
         kv: KVLayout | None = None,
         device: str | torch.device = "cuda",
@@ -98,6 +98,7 @@ class AdapterCache:
             kv,
             policy=policy,
             disk_dir=disk_dir,
+            revision_ttl_s=revision_ttl_s,
             device=torch.device(device),
             read_options=read_options or ReadOptions(),
             clock=clock,

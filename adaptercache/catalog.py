@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from adaptercache.errors import AdapterCacheError
 from adaptercache.identity import Digest
@@ -23,12 +23,14 @@ __all__ = ["Catalog", "Failures", "Known"]
 class Known:
     """What an adapter id stands for: a revision, its content, and that content's size.
 
-    ``elements`` is the length of its flat vector in the cache's layout.
+    ``elements`` is the length of its flat vector in the cache's layout; ``checked``: when the
+    source was last asked.
     """
 
     revision: str
     digest: Digest
     elements: int
+    checked: float = 0.0
 
 
 class Catalog:
@@ -72,6 +74,11 @@ class Catalog:
             return None
         self._sharing.setdefault(known.digest, set()).add(adapter_id)
         return self._unshare(before.digest, adapter_id) if before is not None else None
+
+    def check(self, adapter_id: str, now: float) -> None:
+        """The source is being asked, or has been in vain."""
+        if (known := self._known.get(adapter_id)) is not None:
+            self._known[adapter_id] = replace(known, checked=now)
 
     def forget(self, adapter_id: str) -> Digest | None:
         """``adapter_id`` stands for nothing. Returns what `learn` returns."""

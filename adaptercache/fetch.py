@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from cachetools import TTLCache
+
+from adaptercache.catalog import Known
 from adaptercache.checkpoint import Checkpoint, ReadOptions, read_checkpoint
+from adaptercache.disk.contents import SUMS, sums_size, write_sums
+from adaptercache.disk.transfer import Stream, flush_file, mapped
+from adaptercache.disk_room import DiskRoom
 from adaptercache.errors import (
-    AdapterCacheError,
     AdapterInvalid,
     AdapterNotFound,
     AdapterUnsupported,
+    CacheClosed,
     LoadFailed,
 )
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.layout import LoraLayout
-from adaptercache.ledger import Ledger
 from adaptercache.packing import (
     VectorSpec,
     pack,
@@ -30,14 +35,14 @@ from adaptercache.packing import (
     spec_of,
     write_packed,
 )
-from adaptercache.stats import Tier
-from adaptercache.tiers.disk import DiskTier
+from adaptercache.tiers.disk import FULL, DiskTier
 from adaptercache.tiers.remote import Source, TensorSource
 
 __all__ = ["Fetched", "Fetcher"]
 
-PIECE_BYTES = 8 << 20
-ROOM_WAIT_S = 30.0
+PIECE_BYTES = 1 << 20
+MISSING_TTL_S, MOST_MISSING = 10.0, 1024
+FLIGHT_PAUSE_S = 0.01
 TRIES = 3
 _PACKED = re.compile(r"[0-9a-f]{64}\.safetensors", re.IGNORECASE)
 
@@ -56,7 +61,7 @@ class Fetcher:
     """Brings adapters onto the disk. Thread-safe; runs on movers, and blocks.
 
     Args:
-        lock: the cache's; taken for decisions only.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -64,105 +69,152 @@ class Fetcher:
         source: Source | None,
         puts: TensorSource,
         disk: DiskTier,
+        room: DiskRoom,
         layout: LoraLayout,
         options: ReadOptions,
-        ledger: Ledger,
-        lock: threading.Lock,
+        clock: Callable[[], float],
     ) -> None:
         self._source, self._puts = source, puts
-        self._disk = disk
+        self._disk, self._room = disk, room
         self._layout = layout
         self._options = options
-        self._ledger = ledger
-        self._lock = lock
+        self._missing: TTLCache[str, str] = TTLCache(MOST_MISSING, MISSING_TTL_S, clock)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        # Downloads wait for the network, many side by side; this takes cores and memory.
+        self._packing = threading.BoundedSemaphore(min(4, os.cpu_count() or 1))
 
-    def adopt(self) -> None:
-        """Take over what earlier runs left on the disk, as far as the budget holds it."""
-        for digest, size in self._disk.scan():
-            with self._lock:
-                self._ledger.published(digest, size)
-        self.trim()
+    def look_again(self, adapter_id: str) -> None:
+        """Whether it was missing a short while ago doesn't matter now."""
+        with self._lock:
+            self._missing.pop(adapter_id, None)
 
-    def fetch(self, adapter_id: str) -> Fetched:
+    def close(self) -> None:
+        """Give up what is being downloaded, and waiting for others who do."""
+        self._closing.set()
+
+    def fetch(self, adapter_id: str, known: Known | None = None) -> Fetched:
         """The adapter as its source has it now, packed and on disk.
+
+        Args:
+            known: what a tier has of it; if the source still has that, nothing is brought.
 
         Raises:
             AdapterCacheError, OSError: as the source's methods, `read_checkpoint` and `pack` do.
         """
         for attempt in range(TRIES):
             try:
-                return self._fetch(adapter_id)
+                return self._fetch(adapter_id, known)
             except LoadFailed:  # rewritten while we read it: the next revision may hold still
                 if attempt == TRIES - 1:
                     raise
+            except OSError as error:
+                # The device is full before the budget is: somebody else writes there, too.
+                if error.errno not in FULL or attempt == TRIES - 1 or not self._make_free():
+                    raise
         raise AssertionError("unreachable")
 
-    def _fetch(self, adapter_id: str) -> Fetched:
+    def _fetch(self, adapter_id: str, known: Known | None) -> Fetched:
         source = self._puts if adapter_id in self._puts else self._source
+        key = AdapterKey(adapter_id, self._revision(source, adapter_id))
+        assert source is not None, "it has just told the revision"
+        if known is not None and known.revision == key.revision:
+            return Fetched(key, known.digest, known.elements, 0)
+        found = self._find(key)
+        if found is not None:
+            return found
+        with self._disk.flight(adapter_id, self._wait_for_others):
+            # Another process may have brought it here meanwhile.
+            return self._find(key) or self._rebuild(key) or self._download(source, key)
+
+    def _revision(self, source: Source | None, adapter_id: str) -> str:
         if source is None:
             raise AdapterNotFound("there is no source", adapter_id=adapter_id)
-        key = AdapterKey(adapter_id, source.revision(adapter_id))
+        with self._lock:
+            missing = self._missing.get(adapter_id)
+        if missing is not None and source is not self._puts:
+            raise AdapterNotFound(missing, adapter_id=adapter_id)
+        try:
+            return source.revision(adapter_id)
+        except AdapterNotFound as error:
+            with self._lock:
+                self._missing[adapter_id] = error.what
+            raise
+
+    def _wait_for_others(self) -> None:
+        if self._closing.wait(FLIGHT_PAUSE_S):
+            raise CacheClosed()
+
+    def _look(self) -> None:
+        if self._closing.is_set():
+            raise CacheClosed()
+
+    # -- what is on the disk already
+
+    def _find(self, key: AdapterKey) -> Fetched | None:
+        """What the disk has, packed for our layout, of an id at this revision."""
+        digest = self._held(key)
+        spec = self._packed_spec(digest) if digest is not None else None
+        return Fetched(key, digest, spec.elements, 0) if digest and spec else None
+
+    def _held(self, key: AdapterKey) -> Digest | None:
+        """The content of a key, if it is here: kept from being evicted until it was read."""
         with self._disk.changing:
             digest = self._disk.lookup(key)
-            if digest is not None:
-                self._record(digest)
-        if digest is not None:
-            self.trim()
-            spec = self._packed_spec(digest)
-            if spec is not None:
-                return Fetched(key, digest, spec.elements, 0)
-            with self._folder() as folder:
-                checkpoint = self._read_here(digest, folder)
-                if checkpoint is not None:
-                    return self._pack(folder, key, checkpoint, 0)
-        return self._download(source, key)
+            if digest is None or not self._disk.hold(digest):
+                return None
+            self._room.record(digest)
+        return digest
 
     def _packed_spec(self, digest: Digest) -> VectorSpec | None:
         """What the packed file of our layout holds, if there is a whole one."""
         path = self._disk.packed_path(digest, self._layout.digest)
         try:
-            return read_packed_header(path, self._layout).spec
+            packed = read_packed_header(path, self._layout)
         except (AdapterInvalid, OSError):  # absent, stale or broken: it is made again
             return None
+        return packed.spec if packed.content == digest else None
+
+    def _rebuild(self, key: AdapterKey) -> Fetched | None:
+        """Pack what the disk has as it was published: for another layout, or once more. None where
+        the disk hasn't got it, or not whole: it is downloaded again."""
+        digest = self._held(key)
+        if digest is None:
+            return None
+        with self._packing:
+            try:
+                checkpoint = self._read(self._disk.folder(digest))
+            except (AdapterInvalid, LoadFailed):
+                return None
+            if checkpoint.digest != digest:
+                return None
+            folder = self._disk.new_folder()
+            try:
+                self._publish(folder, key, checkpoint, 0)
+            finally:
+                self._disk.discard(folder)
+            return Fetched(key, digest, spec_of(checkpoint, self._layout).elements, 0)
+
+    # -- what isn't
 
     def _download(self, source: Source, key: AdapterKey) -> Fetched:
-        with self._folder() as folder:
+        folder = self._disk.new_folder()
+        try:
             files = source.files(key.adapter_id, key.revision)
             _check_names(files)
             nbytes = sum(files.values())
-            with self._claimed(nbytes):
-                for name, size in files.items():
-                    _copy_file(source, key, name, size, folder / name)
-            checkpoint = read_checkpoint(folder, self._layout.base, options=self._options)
-            return self._pack(folder, key, checkpoint, nbytes)
-
-    def _read_here(self, digest: Digest, folder: Path) -> Checkpoint | None:
-        """Content that was published here for another layout, or another rank of a cut model; its
-        files are then in ``folder`` too. None where they are not what they were, or gone."""
-        try:
-            for file in self._disk.folder(digest).iterdir():
-                if not _PACKED.fullmatch(file.name):
-                    os.link(file, folder / file.name)
-            checkpoint = read_checkpoint(folder, self._layout.base, options=self._options)
-        except (AdapterCacheError, OSError):
-            return None
-        return checkpoint if checkpoint.digest == digest else None
-
-    def _pack(self, folder: Path, key: AdapterKey, checkpoint: Checkpoint, nbytes: int) -> Fetched:
-        """Publish a folder with its packed file; ``nbytes`` came from the source."""
-        spec = spec_of(checkpoint, self._layout)
-        # Claimed anew, as one sum: two downloads that each hold a part would wait for ever. Of what
-        # was here before, the files are linked and counted already.
-        with self._claimed(nbytes + packed_size(self._layout, spec)):
-            self._publish(folder, key, checkpoint)
-        return Fetched(key, checkpoint.digest, spec.elements, nbytes)
-
-    @contextmanager
-    def _folder(self) -> Iterator[Path]:
-        """A folder for what is not published yet; gone at the end, but for what was."""
-        folder = self._disk.new_folder()
-        try:
-            yield folder
+            with self._room.claimed(nbytes):
+                sums = {
+                    name: self._copy(source, key, name, size, folder / name)
+                    for name, size in files.items()
+                }
+            write_sums(folder, sums)
+            with self._packing:
+                checkpoint = self._read(folder)
+                spec = spec_of(checkpoint, self._layout)
+                # Claimed anew, as one sum: two downloads that each hold a part would wait for ever.
+                self._publish(folder, key, checkpoint, nbytes + sums_size(files))
+            return Fetched(key, checkpoint.digest, spec.elements, nbytes)
         except (AdapterInvalid, AdapterUnsupported) as error:
             # The temporary folder would tell nobody anything.
             error.where = error.where.replace(f"{folder}/", "").replace(str(folder), "")
@@ -170,83 +222,63 @@ class Fetcher:
         finally:
             self._disk.discard(folder)
 
-    def _publish(self, folder: Path, key: AdapterKey, checkpoint: Checkpoint) -> None:
+    def _copy(self, source: Source, key: AdapterKey, name: str, size: int, to: Path) -> int:
+        """Bring one file here, whole and flushed. Returns its CRC-32."""
+        self._disk.fill(to, size, _stream_of(source, key, name), self._look)
+        with mapped(to) as data:
+            check = getattr(source, "check", None)
+            if check is not None:
+                check(key.adapter_id, key.revision, name, data)
+            crc = zlib.crc32(data)
+        flush_file(to)
+        return crc
+
+    def _read(self, folder: Path) -> Checkpoint:
+        return read_checkpoint(folder, self._layout.base, options=self._options)
+
+    def _publish(self, folder: Path, key: AdapterKey, checkpoint: Checkpoint, nbytes: int) -> None:
+        """Pack into ``folder``, which has files of ``nbytes``, and publish it."""
         digest = checkpoint.digest
-        spec, vector = pack(checkpoint, self._layout)
-        path = folder / self._disk.packed_path(digest, self._layout.digest).name
-        write_packed(path, self._layout, digest, spec, vector)
-        with self._disk.changing:
-            self._disk.publish(folder, digest)
-            self._disk.note(key, digest)
-            self._record(digest)
-
-    def _record(self, digest: Digest) -> None:
-        """The ledger knows that the files are here. ``changing`` is held."""
-        size = self._disk.size(digest)
-        with self._lock:
-            self._ledger.published(digest, size)
-
-    @contextmanager
-    def _claimed(self, nbytes: int) -> Iterator[None]:
-        """Bytes of the disk's budget, set aside until the files are recorded."""
-        deadline = time.monotonic() + ROOM_WAIT_S
-        while True:
-            with self._lock:
-                victims = self._ledger.claim_disk(nbytes)
-            if victims is not None:
-                break
-            if time.monotonic() > deadline:
-                raise LoadFailed("the disk tier is full of adapters that are being read")
-            time.sleep(0.01)
-        try:
-            self.delete(victims)
-            yield
-        finally:
-            with self._lock:
-                self._ledger.disk.claimed -= nbytes
-
-    def trim(self) -> None:
-        """Evict what the disk's budget doesn't hold, as far as nobody reads it."""
-        with self._lock:
-            victims = self._ledger.claim_disk(0)
-        self.delete(victims or [])
-
-    def delete(self, digests: list[Digest]) -> None:
-        """Remove the files of content that was evicted, unless it has come back."""
-        for digest in digests:
+        size = nbytes + packed_size(self._layout, spec_of(checkpoint, self._layout))
+        with self._room.claimed(size) as claim:
+            spec, vector = pack(checkpoint, self._layout)
+            path = folder / self._disk.packed_path(digest, self._layout.digest).name
+            write_packed(path, self._layout, digest, spec, vector)
             with self._disk.changing:
-                with self._lock:
-                    is_back = self._ledger.disk.get(digest) is not None
-                if not is_back:
-                    self._disk.delete(digest)
+                self._disk.publish(folder, digest, claim.nbytes)
+                claim.nbytes = 0
+                self._disk.note(key, digest)
+                self._room.record(digest)
 
-    def drop(self, digest: Digest) -> None:
-        """Evict content that nobody names any more and remove its files; later, if it is read."""
-        with self._lock:
-            copy = self._ledger.disk.get(digest)
-            if copy is not None and copy.doomed and copy.idle:
-                self._ledger.evict(Tier.DISK, digest, "superseded")
-        self.delete([digest])
+    def _make_free(self) -> bool:
+        self._disk.say_once(f"{self._disk.root}: the device is full before disk_bytes are used")
+        return self._room.make_free(2 * self._layout.max_elements * self._layout.itemsize)
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """A name never leads out of the folder, nor is it one that our packed files have there."""
+    """A name never leads out of the folder, nor is it one that our own files have there."""
     for name in names:
-        if name in ("", ".", "..") or "/" in name or "\0" in name or _PACKED.fullmatch(name):
+        is_ours = _PACKED.fullmatch(name) or name == SUMS
+        if name in ("", ".", "..") or "/" in name or "\0" in name or is_ours:
             raise AdapterInvalid("the source gives a file a strange name", found=f"{name!r:.200}")
 
 
-def _copy_file(source: Source, key: AdapterKey, name: str, size: int, to: Path) -> None:
-    buffer = memoryview(bytearray(min(size, PIECE_BYTES)))
-    with open(to, "xb") as file:
-        for offset in range(0, size, PIECE_BYTES):
-            want = min(PIECE_BYTES, size - offset)
-            got = source.read(key.adapter_id, key.revision, name, offset, buffer[:want])
-            if got != want:
+def _stream_of(source: Source, key: AdapterKey, name: str) -> Stream:
+    """A file of a source in pieces: as the source itself gives them, or by reading."""
+    streams = getattr(source, "stream", None)
+    if streams is not None:
+        return partial(streams, key.adapter_id, key.revision, name)
+
+    def stream(start: int, stop: int) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(stop - start, PIECE_BYTES)))
+        while start < stop:
+            into = buffer[: stop - start]
+            got = source.read(key.adapter_id, key.revision, name, start, into)
+            if got != len(into):
                 raise LoadFailed(
-                    f"{name} is shorter than the {size} bytes that the source declares",
-                    adapter_id=key.adapter_id,
+                    f"{name} is shorter than the source declares", adapter_id=key.adapter_id
                 )
-            file.write(buffer[:want])
-        file.flush()
-        os.fsync(file.fileno())
+            yield into
+            start += got
+
+    return stream

@@ -78,8 +78,13 @@ class Leasing:
             if not ledger.gpu.follows and ledger.lease(grant):
                 ledger.counters.requests[GPU, "hit"] += 1
                 ledger.waiting.bypasses += 1
-                return Lease(adapter_id, grant, self)
-        return self._acquire_later(grant)
+                hit = Lease(adapter_id, grant, self)
+                if not ledger.stale:
+                    return hit
+        if grant.key is None:
+            return self._acquire_later(grant)
+        with self._deciding:  # the source is asked again
+            return hit
 
     def _acquire_later(self, grant: Grant) -> Lease:
         lease = Lease.pending(grant.adapter_id, grant, self)
@@ -119,7 +124,9 @@ class Leasing:
             coming = {load.digest for load in decision.loads}
             leases = [None if d in coming else self._admitted(r, d) for r, d in decision.admitted]
             self._lifts.apply(decision)
-            self._lifter.copy(decision.loads, {digest for _, digest in decision.admitted if digest})
+            self._lifter.hops.copy(
+                decision.loads, {digest for _, digest in decision.admitted if digest}
+            )
             admitted = [
                 (request, lease or self._admitted(request, digest))
                 for lease, (request, digest) in zip(leases, decision.admitted, strict=True)

@@ -65,6 +65,10 @@ class Ledger:
         self.have_ended: Callable[[int], bool] = lambda step: True
         """Whether a step, and all before it, have made their last launch."""
         self.outbox: list[Callable[[], None]] = []
+        self.revision_ttl_s: float | None = None
+        """After how long the source is asked again about an id that is in use; None: never."""
+        self.stale: set[str] = set()
+        """Ids that were leased though it is longer ago."""
         self.on_evict: Callable[[Tier, Digest], None] | None = None
         self.itemsize = itemsize
 
@@ -110,7 +114,9 @@ class Ledger:
         size, limit = elements * self.itemsize, self.host.blocks.num_blocks * self.host.block_bytes
         if self.host.blocks_for(size) > self.host.blocks.num_blocks:
             raise CapacityError("host_bytes can't hold it", needed=size, limit=limit)
-        orphan = self.catalog.learn(key.adapter_id, Known(key.revision, digest, elements))
+        orphan = self.catalog.learn(
+            key.adapter_id, Known(key.revision, digest, elements, self.clock())
+        )
         self.failures.clear(key.adapter_id)
         self._doom(digest, False)
         if orphan is not None:
@@ -168,6 +174,9 @@ class Ledger:
         if known.digest in self.waiting.draining:
             return False
         self.gpu.lease(copy)
+        ttl_s = self.revision_ttl_s
+        if ttl_s is not None and self.clock() - known.checked > ttl_s:
+            self.stale.add(grant.adapter_id)
         self.waiting.forget_hint(grant.adapter_id)
         self.traffic.add(grant.adapter_id, grant.since)
         grant.digest = known.digest
@@ -266,35 +275,16 @@ class Ledger:
             for grant in self.waiting.grants(adapter_id):
                 self.fail(grant, error)
 
-    def claim_disk(self, nbytes: int) -> list[Digest] | None:
-        """Set bytes of the disk tier aside for a download.
+    def give_up_on_disk(self, digest: Digest, reason: str) -> bool:
+        """Forget a copy on disk, if there is one and nobody holds it.
 
         Returns:
-            The copies whose files are to be deleted for it; None while there is no room, because
-            what could go is being read.
-
-        Raises:
-            CapacityError: it can never fit.
+            Whether its files may go.
         """
-        limit = self.disk.num_bytes
-        if nbytes > limit:
-            raise CapacityError("disk_bytes can't hold it", needed=nbytes, limit=limit)
-        victims = self.disk.victims_for(nbytes)
-        if victims is not None:
-            self.disk.claimed += nbytes
-            for digest in victims:
-                self.evict(Tier.DISK, digest, "room")
-        return victims
-
-    def published(self, digest: Digest, nbytes: int) -> None:
-        """Content is on disk, whole, in files of ``nbytes``."""
-        copy = self.disk.get(digest)
-        if copy is None:
-            self.disk.loaded(self.disk.reserve(digest, nbytes, None))
-        else:
-            self.disk.resize(copy, nbytes)
-
-    # -- what goes
+        may_go = self.disk.evictable(digest)
+        if may_go and self.disk.get(digest) is not None:
+            self.evict(Tier.DISK, digest, reason)
+        return may_go
 
     def evict(self, tier: Tier, digest: Digest, reason: str) -> None:
         """Forget an idle copy."""

@@ -36,7 +36,7 @@ HOPS = tuple(hop.value for hop in Hop)
 EVICTIONS = {
     Tier.GPU: ("room", "kv", "superseded", "dropped", "broken"),
     Tier.HOST: ("room", "superseded"),
-    Tier.DISK: ("room", "superseded", "broken"),
+    Tier.DISK: ("room", "superseded", "broken", "gone"),
 }
 ERRORS = (
     *(errors.AdapterNotFound, errors.AdapterInvalid, errors.AdapterUnsupported),

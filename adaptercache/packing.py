@@ -12,7 +12,7 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,23 +21,27 @@ import torch
 from torch import Tensor
 
 from adaptercache.checkpoint import Checkpoint, LoraWeights
+from adaptercache.checkpoint.memory import anonymous_memory
+from adaptercache.checkpoint.slices import edges, slices_of
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 from adaptercache.identity import Digest
 from adaptercache.layout import LoraLayout, align
 from adaptercache.sites import Site
 
 __all__ = [
+    "PACKED_FORMAT",
     "PackedFile",
     "VectorSpec",
     "bytes_of",
     "pack",
     "packed_size",
     "read_packed_header",
+    "seal_of",
     "spec_of",
     "write_packed",
 ]
 
-_FORMAT = "adaptercache packed v1"
+PACKED_FORMAT = "adaptercache packed v1"
 _HEADER_STEP = 4096  # the vector begins at a multiple of it, so that direct I/O is possible
 _MAX_HEADER = 64 << 20
 _SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -106,7 +110,8 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
     """
     spec = spec_of(checkpoint, layout)
     dtype = getattr(torch, layout.dtype)
-    vector = torch.zeros(spec.elements, dtype=dtype)
+    memory = anonymous_memory(spec.elements * layout.itemsize)  # zeros
+    vector = torch.frombuffer(memory, dtype=dtype, count=spec.elements)
     for path, weights in checkpoint.modules.items():
         assert isinstance(weights, LoraWeights), "spec_of has checked it"
         index = layout.site_of[path]
@@ -116,8 +121,10 @@ def pack(checkpoint: Checkpoint, layout: LoraLayout) -> tuple[VectorSpec, Tensor
         b = vector[b_start : b_start + rank * site.out_features].view(rank, site.out_features)
         _check_range(path, weights, dtype)
         its_a, its_b = _part(weights, site)
-        a.copy_(its_a)
-        b.copy_(its_b.t())
+        for rows in slices_of(*a.shape):
+            a[rows].copy_(its_a[rows])
+        for rows in slices_of(*its_b.shape):
+            b[:, rows].copy_(its_b[rows].t())
     return spec, vector
 
 
@@ -128,7 +135,7 @@ def _check_range(path: str, weights: LoraWeights, dtype: torch.dtype) -> None:
     """
     for matrix in (weights.a, weights.b):
         may_overflow = torch.finfo(matrix.dtype).max > torch.finfo(dtype).max
-        if may_overflow and not all(e.to(dtype).isfinite() for e in torch.aminmax(matrix)):
+        if may_overflow and _overflows(matrix, dtype):
             name = str(dtype).removeprefix("torch.")
             raise AdapterInvalid(
                 f"a weight is too large for {name}",
@@ -139,6 +146,15 @@ def _check_range(path: str, weights: LoraWeights, dtype: torch.dtype) -> None:
                 if name == "float16"
                 else "train it again: no sound one has it",
             )
+
+
+def _overflows(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a number of it is infinite as ``dtype``, or was before."""
+    low, high = edges(matrix)
+    if max(-low, high) <= torch.finfo(dtype).max:
+        return False
+    cast = [torch.tensor(edge, dtype=matrix.dtype).to(dtype) for edge in (low, high)]
+    return not all(edge.isfinite() for edge in cast)  # a little above, it is rounded down
 
 
 def _part(weights: LoraWeights, site: Site) -> tuple[Tensor, Tensor]:
@@ -195,16 +211,15 @@ def write_packed(
 def _header(layout: LoraLayout, content: Digest, spec: VectorSpec, crc32: int) -> bytes:
     """The file's beginning; its length doesn't depend on digest and checksum."""
     facts = {
-        "format": _FORMAT,
+        "format": PACKED_FORMAT,
         "content_digest": content.hex(),
         "layout_digest": layout.digest.hex(),
         "ranks": json.dumps(spec.ranks),
         "scalings": json.dumps([scaling.hex() for scaling in spec.scalings]),
         "crc32": f"{crc32:08x}",
     }
-    seal = zlib.crc32(json.dumps(facts).encode())  # a flipped bit in a scaling is a wrong adapter
     header = {
-        "__metadata__": {**facts, "header_crc32": f"{seal:08x}"},
+        "__metadata__": {**facts, "header_crc32": seal_of(facts)},
         "vector": {
             "dtype": _SAFETENSORS_NAMES[layout.dtype],
             "shape": [spec.elements],
@@ -214,6 +229,11 @@ def _header(layout: LoraLayout, content: Digest, spec: VectorSpec, crc32: int) -
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_STEP)
     return len(text).to_bytes(8, "little") + text
+
+
+def seal_of(facts: Mapping[str, object]) -> str:
+    """The checksum of the metadata: a flipped bit in a scaling is a wrong adapter."""
+    return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
 
 
 def read_packed_header(path: Path, layout: LoraLayout) -> PackedFile:

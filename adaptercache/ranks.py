@@ -158,7 +158,7 @@ class Follower:
                     # Its pages may have been KV's: rank 0 alone counts these.
                     self._parts.ledger.gpu.was_in_use(act, self._parts.gpu.streams.last_opened)
                     self._parts.lifts.apply(Decision(loads=(act,)))
-                    self._parts.lifter.copy([act])
+                    self._parts.lifter.hops.copy([act])
         with self._parts.deciding:
             self._number = orders.number
             admitted = [self._admitted(*request) for request in orders.admitted]

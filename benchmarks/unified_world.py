@@ -145,7 +145,7 @@ class Serving:
     def _put_into_host(self, index: int, spec: VectorSpec, nbytes: int) -> None:
         digest = index.to_bytes(32, "big")
         ledger = self.ledger
-        ledger.published(digest, nbytes)
+        ledger.disk.published(digest, nbytes)
         ledger.learn(AdapterKey(str(index), "1"), digest, spec.elements)
         ledger.disk.lease(ledger.disk[digest])
         ledger.host.take(digest, ledger.host.blocks_for(nbytes), hint=False)

@@ -46,16 +46,18 @@ LAYERS = (
         "stats",
     ),
     DECIDE,
-    ("checkpoint", "packing", "convert", "merge", "kernels"),
+    ("checkpoint", "packing", "convert", "merge", "kernels", "disk", "s3"),
     TIERS,
-    ("movers", "journal", "fetch", "prefetch", "snapshot"),
+    ("movers", "journal", "disk_room", "fetch", "hops", "prefetch", "snapshot"),
     ("deciding", "lease", "given", "leasing", "kv", "assembly", "sleep", "steps"),
     ("cache", "ranks"),
     ("metrics", "testing", "cli", "integrations"),
     ("adaptercache",),  # the package's own __init__: the public names
 )
 ORDER = {name: place for place, name in enumerate(chain.from_iterable(LAYERS))}
-FOLDERS = {"checkpoint", "convert", "merge", "kernels", "testing", "cli", "integrations"}
+FOLDERS = {
+    *("checkpoint", "convert", "merge", "kernels", "disk", "s3", "testing", "cli", "integrations"),
+}
 
 # No torch, no I/O, no clock, no randomness, no lock, no log: all that deciding may import.
 PURE = {

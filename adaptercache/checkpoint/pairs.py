@@ -9,6 +9,7 @@ import torch
 
 from adaptercache.checkpoint.features import unknown_tensor
 from adaptercache.checkpoint.names import BaseCopy, LoraName, Side, canonical, parse_name
+from adaptercache.checkpoint.slices import edges
 from adaptercache.errors import AdapterInvalid, AdapterUnsupported
 
 __all__ = ["Contents", "Pair", "check_values", "sort_tensors"]
@@ -156,7 +157,7 @@ def check_values(pair: Pair, scaling: float) -> None:
 
 def _largest(name: str, tensor: torch.Tensor) -> float:
     # One pass without a mask: NaN passes through both edges, and infinity is one of them.
-    low, high = (float(edge) for edge in torch.aminmax(tensor))
+    low, high = edges(tensor)
     if not (low >= -_LARGEST_WEIGHT and high <= _LARGEST_WEIGHT):
         raise AdapterInvalid(
             "the weights are not finite",

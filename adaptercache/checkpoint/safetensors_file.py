@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, TypeGuard
 import torch
 
 from adaptercache.checkpoint.json_object import MOST_VALUES, parse_object
+from adaptercache.checkpoint.memory import anonymous_memory
 from adaptercache.checkpoint.stored import StoredTensors
 from adaptercache.errors import AdapterCacheError, AdapterInvalid, LoadFailed
 from adaptercache.regular_file import open_regular
@@ -216,11 +217,7 @@ class _Reader:
         for name, extent in extents.items():
             self._places[name] = total
             total += -(-(extent.end - extent.begin) // _ALIGN) * _ALIGN
-        # None of it is taken until it is written to. In pages of 4 KiB, taking it would cost
-        # three times what reading does.
-        self._memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE)
-        with suppress(OSError, AttributeError):  # a kernel, or a system, without them
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = anonymous_memory(total)
         self._read: dict[str, torch.Tensor] = {}
 
     def read(self, name: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -120,8 +121,9 @@ class Checkpoint:
         if self.nbytes < _WORTH_THREADS:
             return content_digest((label, _leaf(tensor)) for label, tensor in parts)
         with ThreadPoolExecutor(_HASH_THREADS, "adaptercache-hash") as threads:
-            leaves = threads.map(_leaf, (tensor for _, tensor in parts))
-            return content_digest(zip((label for label, _ in parts), leaves, strict=True))
+            shares = [parts[first::_HASH_THREADS] for first in range(_HASH_THREADS)]
+            hashed = threads.map(lambda share: [(label, _leaf(t)) for label, t in share], shares)
+            return content_digest(chain.from_iterable(hashed))
 
     def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, weights in self.modules.items():

@@ -1,4 +1,4 @@
-"""The command line, ``adaptercache``: inspect, plan, convert. Needs the extra ``cli``."""
+"""The command line, ``adaptercache``: inspect, plan, convert, verify. Needs the extra ``cli``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ def check_consistent(cache: AdapterCache) -> None:
         for residency in (ledger.gpu, ledger.host, ledger.disk):
             _check_residency(residency)
         assert ledger.disk.used <= ledger.disk.num_bytes or ledger.disk.idle_size == 0
-        assert ledger.disk.claimed >= 0
         for adapter_id in ledger.catalog:
             known = ledger.catalog.get(adapter_id)
             assert known is not None

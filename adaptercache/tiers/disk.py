@@ -1,163 +1,233 @@
-"""DISK: content under its digest, published whole or not at all.
+"""DISK: content under its digest, published whole or not at all, shared by a host's processes.
 
-    root/objects/<digest>/             adapter_config.json, the weight file, as published
-                         /<layout digest>.safetensors        the packed file of a layout
-    root/index/<hash of the id>.json   which content an id stood for, at which revision
-    root/tmp/<cache>/                  what a running cache is writing; removed when it has died
-
-A folder appears under ``objects`` by one rename, after its files were flushed to the device. Its
-name comes from the digest, never from an adapter's id.
+root/objects/<digest>/             adapter_config.json and the weight file as published, and
+                                   files.json, their sums
+                     /<layout digest>.safetensors        the packed file of a layout
+root/index/<hash of the id>.json   which content an id stood for, at which revision
+root/flights/<hash of the id>      locked by the process that brings the adapter here
+root/tmp/<cache>/                  what a running cache is writing; removed when it has died
+root/lock, root/used               the budget: see `adaptercache.disk.budget`
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
-import json
+import logging
 import os
-import shutil
-import tempfile
-import threading
-import uuid
-import weakref
-import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
-from cachetools import LRUCache
 from torch import Tensor
 
-from adaptercache.errors import LoadFailed
+from adaptercache.disk.contents import Contents
+from adaptercache.disk.holds import Holds
+from adaptercache.disk.locks import claimed, hold
+from adaptercache.disk.notes import Notes
+from adaptercache.disk.place import Place
+from adaptercache.disk.shelf import Room, Shelf, remove
+from adaptercache.disk.transfer import Stream, Transfer
+from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import AdapterKey, Digest
-from adaptercache.packing import PackedFile, bytes_of
+from adaptercache.packing import PackedFile
 
-__all__ = ["DiskTier"]
+__all__ = ["FULL", "DiskTier"]
 
-READ_BYTES = 8 << 20
-READ_THREADS = 4
+log = logging.getLogger(__name__)
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM}) | FULL
 
 
 class DiskTier:
-    """The local files. Decides nothing: budgets and victims are the ledger's.
+    """The local files. Any number of processes, each with its own `DiskTier`, share one directory.
 
     Thread-safe; all methods do I/O and belong to movers. ``changing`` is held around a change of
-    ``objects`` together with the ledger's record of it, so that the two never disagree; it is
-    never taken while the cache's lock is held.
+    ``objects`` together with the ledger's record of it; it is never taken while the cache's lock
+    is held. What another process evicts, this one finds out when it reads.
+
+    A disk that can't be written serves what is on it; what needs to write raises OSError.
 
     Args:
         root: its directory, made if it isn't there; None: a temporary one, removed by `close`.
+        num_bytes: the budget that all processes keep together; None: there is none.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | None) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="adaptercache-") if root is None else root)
-        doomed = self.root if root is None else None
-        self._objects, self._index, all_tmp = (
-            self.root / name for name in ("objects", "index", "tmp")
-        )
-        for folder in (self._objects, self._index, all_tmp):
-            folder.mkdir(parents=True, exist_ok=True)
-        with open(self.root / "lock", "w") as starting:
-            fcntl.flock(starting, fcntl.LOCK_EX)  # against another cache that starts here now
-            _remove_orphans(all_tmp)
-            self._tmp = all_tmp / uuid.uuid4().hex
-            self._tmp.mkdir()
-            alive = os.open(self._tmp, os.O_RDONLY)
-            fcntl.flock(alive, fcntl.LOCK_EX)  # dies with this process: see _remove_orphans
-        self._end = weakref.finalize(self, _remove, os.getpid(), alive, doomed or self._tmp)
-        self.changing = threading.Lock()
-        self._verifying = threading.Lock()
-        self._verified: LRUCache[tuple[int, int, int], None] = LRUCache(1 << 16)
-        self._readers = ThreadPoolExecutor(READ_THREADS, "adaptercache-disk")
+    def __init__(self, root: str | os.PathLike[str] | None, num_bytes: int | None = None) -> None:
+        self._place = Place(root)
+        self.root = self._place.root
+        self._contents = Contents(self.root / "objects")
+        self._notes = Notes(self.root / "index", self._place.fresh, self._is_here)
+        self._holds = Holds(self.folder)
+        self._shelf = Shelf(self._place, self._contents, self._notes, self._holds, num_bytes)
+        self._transfer = Transfer()
+        self._said: set[str] = set()
+        self.changing = Lock()
+        try:
+            self._place.open()
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            self.say_once(f"{self.root} can't be written: it serves what is there ({error})")
+
+    def say_once(self, text: str) -> None:
+        """A warning; the same again is not logged."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
+
+    # -- what is here
 
     def scan(self) -> list[tuple[Digest, int]]:
-        """All content that is here, with its bytes, the least recently written first."""
-        found = []
-        for folder in self._objects.iterdir():
-            try:
-                digest = bytes.fromhex(folder.name)
-                if len(digest) == 32:
-                    found.append((folder.stat().st_mtime_ns, digest, self._size(folder)))
-            except (ValueError, FileNotFoundError, NotADirectoryError):
-                continue  # not ours, or another process has just deleted it
-        return [(digest, size) for _, digest, size in sorted(found)]
+        """All content that is here, with its bytes, the least recently used first."""
+        return [(entry.digest, entry.size) for entry in self._contents.scan()]
+
+    def tidy(self, present: Collection[Digest]) -> None:
+        """Remove the notes of what isn't here; for the start, with what `scan` has found."""
+        if self._place.is_open:
+            self._notes.sweep(present)
 
     def size(self, digest: Digest) -> int:
         """Bytes of the files of one content."""
-        return self._size(self.folder(digest))
-
-    @staticmethod
-    def _size(folder: Path) -> int:
-        return sum(file.stat().st_size for file in folder.iterdir())
+        return self._contents.size(digest)
 
     def folder(self, digest: Digest) -> Path:
         """Where content lies, if it is here."""
-        return self._objects / digest.hex()
+        return self._contents.folder(digest)
 
     def packed_path(self, digest: Digest, layout_digest: bytes) -> Path:
         """Where the packed file of a layout lies, if it is here."""
         return self.folder(digest) / f"{layout_digest.hex()}.safetensors"
 
+    def _is_here(self, digest: Digest) -> bool:
+        return self.folder(digest).is_dir()
+
+    def note(self, key: AdapterKey, digest: Digest) -> None:
+        """Remember which content an id stands for."""
+        self._notes.write(key, digest)
+
+    def lookup(self, key: AdapterKey) -> Digest | None:
+        """The content that an id stood for at this revision, if it is here."""
+        return self._notes.find(key)
+
+    def hold(self, digest: Digest) -> bool:
+        """Keep content from being evicted until it was read, for some seconds. A use of it.
+
+        Returns:
+            False where it isn't here.
+        """
+        is_here = self._holds.take(digest)
+        if is_here:
+            self._contents.touch(digest)
+        return is_here
+
+    # -- what comes
+
+    @contextmanager
+    def flight(self, adapter_id: str, wait: Callable[[], None]) -> Iterator[None]:
+        """Be the only one, of all processes, who brings an adapter here.
+
+        Args:
+            wait: called while somebody else does; sleeps a little, or raises to give up.
+
+        Raises:
+            OSError: the disk can't be written.
+        """
+        self._place.open()
+        name = hashlib.sha256(adapter_id.encode("utf-8", "surrogatepass")).hexdigest()
+        with claimed(self.root / "flights" / name, wait):
+            yield
+
     def new_folder(self) -> Path:
         """An empty folder for what is not published yet; the caller removes it if it fails."""
-        folder = self._tmp / uuid.uuid4().hex
+        folder = self._place.fresh()
         folder.mkdir()
         return folder
 
     def discard(self, folder: Path) -> None:
         """Remove a folder that was not published."""
-        shutil.rmtree(folder, ignore_errors=True)
+        remove([folder])
 
-    def publish(self, folder: Path, digest: Digest) -> None:
-        """Make a finished folder the content of ``digest``. Call with ``changing`` held.
+    def fill(self, path: Path, size: int, stream: Stream, look: Callable[[], None]) -> None:
+        """Write a new file of ``size`` bytes with several threads: see `Transfer.fill`."""
+        self._transfer.fill(path, size, stream, look)
+
+    def set_aside(self, nbytes: int, may_evict: Callable[[Digest], bool]) -> Room:
+        """Set bytes of the budget aside for what will be written. What was not used for longest by
+        any process is evicted for it, as far as nobody reads it.
+
+        Args:
+            may_evict: asked about each that could go; it goes if the answer is yes.
+
+        Raises:
+            CapacityError: it can never fit.
+            OSError: the disk can't be written.
+        """
+        return self._shelf.set_aside(nbytes, may_evict)
+
+    def give_back(self, nbytes: int) -> None:
+        """Bytes that were set aside are not needed any more."""
+        self._shelf.give_back(nbytes)
+
+    def publish(self, folder: Path, digest: Digest, claimed: int = 0) -> None:
+        """Make a finished folder the content of ``digest``, and hold that. Call with ``changing``
+        held.
 
         Where it is there already, its files are replaced, one by one: it is the same content, but
         one of them may have been found broken.
+
+        Args:
+            claimed: bytes that were set aside for it, and are no longer.
         """
-        _flush(folder)
-        target = self.folder(digest)
-        try:
-            os.rename(folder, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            for file in folder.iterdir():
-                os.replace(file, target / file.name)
-            _flush(target)
-            self.discard(folder)
-        _flush(self._objects)
+        self._shelf.publish(folder, digest, claimed)
+
+    # -- what goes
+
+    def make_free(self, nbytes: int, may_evict: Callable[[Digest], bool]) -> bool:
+        """Evict though the budget doesn't ask for it: the device itself is full.
+
+        Returns:
+            Whether anything went.
+        """
+        return self._shelf.make_free(nbytes, may_evict)
 
     def delete(self, digest: Digest) -> None:
-        """Remove content. Call with ``changing`` held, and only if the ledger has no copy."""
-        doomed = self._tmp / uuid.uuid4().hex
+        """Remove content, unless another process reads it: then it goes when room is needed. Call
+        with ``changing`` held, and only if the ledger has no copy."""
+        self._shelf.delete(digest)
+
+    # -- what is read
+
+    @contextmanager
+    def reading(self, digest: Digest) -> Iterator[None]:
+        """Keep content from being evicted while it is read.
+
+        Raises:
+            FileNotFoundError: it isn't here; another process may have evicted it.
+        """
+        handle = hold(self.folder(digest))
+        if handle is None:
+            raise FileNotFoundError(errno.ENOENT, "not on the disk any more", digest.hex())
         try:
-            os.rename(self.folder(digest), doomed)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(doomed, ignore_errors=True)
+            self._contents.touch(digest)
+            yield
+        finally:
+            os.close(handle)
+            self._holds.drop(digest)
 
-    def note(self, key: AdapterKey, digest: Digest) -> None:
-        """Remember which content an id stands for."""
-        path = self._note(key.adapter_id)
-        fresh = self._tmp / uuid.uuid4().hex
-        note = {"id": key.adapter_id, "revision": key.revision, "digest": digest.hex()}
-        fresh.write_text(json.dumps(note))
-        os.replace(fresh, path)
-
-    def lookup(self, key: AdapterKey) -> Digest | None:
-        """The content that an id stood for at this revision, if it is here."""
+    @contextmanager
+    def rejecting(self, packed: Path) -> Iterator[None]:
+        """Remove a packed file that turns out to be broken, so that it is made anew."""
         try:
-            note = json.loads(self._note(key.adapter_id).read_text())
-            matches = (note["id"], note["revision"]) == (key.adapter_id, key.revision)
-            digest = bytes.fromhex(note["digest"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return digest if matches and self.folder(digest).is_dir() else None
-
-    def _note(self, adapter_id: str) -> Path:
-        name = hashlib.sha256(adapter_id.encode("utf-8", "surrogatepass")).hexdigest()
-        return self._index / f"{name}.json"
+            yield
+        except CapacityError:  # of CPU memory
+            raise
+        except (AdapterCacheError, OSError):
+            with suppress(OSError):
+                self._shelf.remove_file(packed)
+            raise
 
     def read_into(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
         """Read a packed file's vector into these tensors, with several threads.
@@ -171,76 +241,10 @@ class DiskTier:
             LoadFailed: the file ends early, or its bytes are not those that were written.
             OSError: it can't be read.
         """
-        self._read_pieces(packed, views)
-        info = os.stat(packed.path)
-        mark = (info.st_ino, info.st_mtime_ns, info.st_size)
-        with self._verifying:
-            is_known = mark in self._verified
-        if not is_known:
-            crc32 = 0
-            for view in views:
-                crc32 = zlib.crc32(bytes_of(view), crc32)
-            if crc32 != packed.crc32:
-                raise LoadFailed(f"the checksum of {packed.path} is wrong")
-            with self._verifying:
-                self._verified[mark] = None
-
-    def _read_pieces(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
-        pieces: list[tuple[int, memoryview]] = []
-        offset = packed.offset
-        for view in views:
-            data, steps = bytes_of(view), range(0, len(view), READ_BYTES)
-            pieces += [(offset + at, data[at : at + READ_BYTES]) for at in steps]
-            offset += len(data)
-        file = os.open(packed.path, os.O_RDONLY)
-        try:
-            reads = [self._readers.submit(_read, file, *piece) for piece in pieces]
-            wait(reads)  # all of them, also after a failure: they write into the views
-            for read in reads:
-                read.result()
-        finally:
-            os.close(file)
+        self._transfer.read_into(packed, views)
 
     def close(self) -> None:
-        """Stop the readers; remove what is temporary."""
-        self._readers.shutdown()
-        self._end()
-
-
-def _remove(owner: int, alive: int, folder: Path) -> None:
-    if os.getpid() == owner:  # not at the end of a child that was forked
-        shutil.rmtree(folder, ignore_errors=True)
-    os.close(alive)
-
-
-def _remove_orphans(all_tmp: Path) -> None:
-    """Remove what caches left that died: nobody holds the lock on their folder any more."""
-    for folder in all_tmp.iterdir():
-        try:
-            handle = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # its owner has just removed it
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
-            pass  # it lives
-        finally:
-            os.close(handle)
-
-
-def _read(file: int, offset: int, into: memoryview) -> None:
-    while into:
-        count = os.preadv(file, [into], offset)
-        if count == 0:
-            raise LoadFailed("the packed file ends early")
-        offset, into = offset + count, into[count:]
-
-
-def _flush(folder: Path) -> None:
-    """Make a folder's entries durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        """Stop the threads; remove what is temporary."""
+        self._holds.close()
+        self._transfer.close()
+        self._place.close()

@@ -49,14 +49,33 @@ class Source(Protocol):
     def ids(self) -> Iterable[str]:
         """All adapter ids."""
 
+    # A source may also have
+    #     stream(adapter_id, revision, name, start, stop) -> Iterator[bytes]
+    # bytes [start, stop) in order, in pieces; used instead of `read`, by several threads at once.
+    #     check(adapter_id, revision, name, data: memoryview) -> None
+    # called with a whole file; raises LoadFailed where these are other bytes than it has.
+
 
 def open_source(source: str | os.PathLike[str] | Source) -> Source:
-    """A source from what a user writes: a directory, or a source as it is."""
+    """A source from what a user writes: a directory, ``s3://bucket/prefix``, or a source as it is.
+
+    Raises:
+        NotADirectoryError, ValueError: as the sources' own.
+        ModuleNotFoundError: boto3 is missing.
+    """
     if not isinstance(source, (str, os.PathLike)):
         if not all(hasattr(source, name) for name in ("revision", "files", "read", "ids")):
             raise TypeError(f"source {source!r}: give a directory, or an object like a Source")
         return source
     scheme, separator, _ = str(source).partition("://")
+    if scheme == "s3" and separator:
+        try:
+            from adaptercache.s3 import S3Source
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "s3:// needs boto3: pip install 'adaptercache[s3]'", name=error.name
+            ) from error
+        return S3Source(str(source))
     if separator and scheme != "file":
         raise ValueError(f"no source for {scheme}://; give a directory, or a Source of your own")
     return DirectorySource(str(source).removeprefix("file://"))

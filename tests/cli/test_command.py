@@ -56,7 +56,7 @@ def test_what_else_is_missing_is_not_blamed_on_the_extra() -> None:
 
 
 def test_help_names_every_command_and_option(run: Any) -> None:
-    assert all(name in run("--help").out for name in ("inspect", "plan", "convert"))
+    assert all(name in run("--help").out for name in ("inspect", "plan", "convert", "verify"))
     options = {
         "inspect": (
             *("--base", "--targets", "--max-rank", "--dtype", "--allow-pickle", "--text-only"),
@@ -69,6 +69,7 @@ def test_help_names_every_command_and_option(run: Any) -> None:
             *("--remote-GBps", "--json"),
         ),
         "convert": ("--base-model", "--base", "--json"),
+        "verify": ("--base", "--json"),
     }
     page = (ROOT / "docs/cli.md").read_text()
     for command, names in options.items():

@@ -258,7 +258,7 @@ def test_a_flood_of_unknown_ids_leaves_tables_of_bounded_size(
             again = flood("second")
         finally:
             tracemalloc.stop()
-        assert again - once < 200_000  # 5000 ids of anything would be more
+        assert again - once < 400_000  # 5000 ids of anything would be more
         assert len(ledger.failures) <= 1000
 
 

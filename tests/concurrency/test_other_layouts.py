@@ -47,6 +47,7 @@ def test_each_rank_packs_its_part_and_one_of_them_reads_the_source(
     assert sorted(path.name for path in tmp_path.glob("objects/*/*")) == sorted(
         [
             "adapter_config.json",
+            "files.json",  # their checksums
             "adapter_model.safetensors",
             *(f"{rank_of_two(tiny, rank).digest.hex()}.safetensors" for rank in range(2)),
         ]

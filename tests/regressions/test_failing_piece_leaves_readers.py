@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptercache.tiers import disk
+from adaptercache.disk import transfer
 from adaptercache.tiers.disk import DiskTier
 
 
@@ -28,8 +28,8 @@ def test_a_failed_read_returns_only_when_no_reader_writes_any_more(
         go_on.wait(5)
         ended.set()
 
-    monkeypatch.setattr(disk, "READ_BYTES", 512)
-    monkeypatch.setattr(disk, "_read", read)
+    monkeypatch.setattr(transfer, "READ_BYTES", 512)
+    monkeypatch.setattr(transfer, "_read_and_sum", read)
     path = tmp_path / "packed"
     path.write_bytes(bytes(1024))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adaptercache.fetch import Fetcher
+from adaptercache.disk_room import DiskRoom
 from adaptercache.tiers.disk import DiskTier
 
 
@@ -23,9 +23,9 @@ def test_content_superseded_while_it_is_read_is_deleted_in_the_end(
         go_on.wait(10)
         read_into(*args)
 
-    drop, deciding, decided = Fetcher.drop, threading.Event(), threading.Event()
+    drop, deciding, decided = DiskRoom.drop, threading.Event(), threading.Event()
 
-    def drop_slowly(self: Fetcher, digest: bytes) -> None:
+    def drop_slowly(self: DiskRoom, digest: bytes) -> None:
         drop(self, digest)  # finds that it is being read
         deciding.set()
         decided.wait(10)
@@ -33,7 +33,7 @@ def test_content_superseded_while_it_is_read_is_deleted_in_the_end(
     with tiny.cache(disk_dir=tmp_path) as cache:
         cache.put("a", *tiny.tensors(1)).result(10)
         monkeypatch.setattr(DiskTier, "read_into", read_slowly)
-        monkeypatch.setattr(Fetcher, "drop", drop_slowly)
+        monkeypatch.setattr(DiskRoom, "drop", drop_slowly)
         lease = cache.acquire("a")
         assert reading.wait(10)
         cache.put("a", *tiny.tensors(2)).result(10)

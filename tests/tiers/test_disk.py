@@ -15,10 +15,10 @@ import torch
 from tiny import BASE_CONFIG
 
 from adaptercache import AdapterInvalid, AdapterKey, CapacityError, LoadFailed, LoraLayout
+from adaptercache.disk import transfer
 from adaptercache.identity import content_digest
 from adaptercache.packing import VectorSpec, read_packed_header, write_packed
 from adaptercache.testing import TierContract
-from adaptercache.tiers import disk
 from adaptercache.tiers.disk import DiskTier
 
 LAYOUT = LoraLayout.from_config(
@@ -116,7 +116,7 @@ def views_for(path: Path, piece: int = 1000) -> list[torch.Tensor]:
 def test_a_packed_file_reads_back_to_the_bit(
     tier: DiskTier, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "READ_BYTES", 300)  # many pieces, by several threads
+    monkeypatch.setattr(transfer, "READ_BYTES", 300)  # many pieces, by several threads
     header, views = read_packed_header(packed, LAYOUT), views_for(packed)
     tier.read_into(header, views)
     vector, spec = vector_and_spec()

@@ -245,3 +245,16 @@ def test_a_file_url_is_a_directory(root: Path) -> None:
 def test_a_scheme_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="nonsense"):
         open_source("nonsense://bucket/key")
+
+
+def test_a_bucket_without_boto3_says_what_to_install() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import sys; sys.modules['boto3'] = None\n"
+        "from adaptercache.tiers.remote import open_source\n"
+        "open_source('s3://bucket/prefix')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "pip install 'adaptercache[s3]'" in done.stderr.splitlines()[-1]

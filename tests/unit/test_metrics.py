@@ -41,7 +41,7 @@ CERTAIN = {
         *(("gpu", "room"), ("gpu", "kv"), ("gpu", "superseded"), ("gpu", "dropped")),
         ("gpu", "broken"),
         *(("host", "room"), ("host", "superseded")),
-        *(("disk", "room"), ("disk", "superseded"), ("disk", "broken")),
+        *(("disk", "room"), ("disk", "superseded"), ("disk", "broken"), ("disk", "gone")),
     },
     "adaptercache_prefetch_wasted_total": {()},
     "adaptercache_errors_total": {

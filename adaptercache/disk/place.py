@@ -1,0 +1,90 @@
+"""A cache's place among the processes that share a directory: a folder that says that it lives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import uuid
+import weakref
+from pathlib import Path
+
+from adaptercache.disk.locks import exclusive, remove_unclaimed
+
+__all__ = ["Place"]
+
+
+class Place:
+    """Makes the directory, and in it a folder for what this cache is writing. Thread-safe.
+
+    The folder is locked as long as its process lives, and removed by `close`, at the process' end,
+    or by whoever next finds it unlocked.
+
+    Args:
+        root: of the disk tier; None: a temporary one, removed by `close`.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="adaptercache-") if root is None else root)
+        self._all = self.root / "tmp"
+        self.own = self._all / uuid.uuid4().hex
+        self._doomed = self.root if root is None else self.own
+        self._lock = threading.Lock()
+        self._end: weakref.finalize[..., Place] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._end is not None
+
+    def open(self) -> None:
+        """Take the place, if that hasn't been done.
+
+        Raises:
+            OSError: the directory can't be written.
+        """
+        with self._lock:
+            if self._end is not None:
+                return
+            for name in ("objects", "index", "flights", "tmp"):
+                (self.root / name).mkdir(parents=True, exist_ok=True)
+            with exclusive(self.root / "lock"):  # against another cache that starts here now
+                self.remove_dead()
+                remove_unclaimed(self.root / "flights")
+                self.own.mkdir()
+                alive = os.open(self.own, os.O_RDONLY)
+                fcntl.flock(alive, fcntl.LOCK_EX)
+            self._end = weakref.finalize(self, _remove, os.getpid(), alive, self._doomed)
+
+    def fresh(self) -> Path:
+        """A name that nobody has, on the same file system."""
+        return self.own / uuid.uuid4().hex
+
+    def remove_dead(self) -> None:
+        """Remove what caches left that died: nobody holds the lock on their folder any more. Call
+        with ``root/lock`` held."""
+        for folder in self._all.iterdir():
+            if folder == self.own:
+                continue
+            try:
+                handle = os.open(folder, os.O_RDONLY)
+            except FileNotFoundError:  # its owner has just removed it
+                continue
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            except BlockingIOError:
+                pass  # it lives
+            finally:
+                os.close(handle)
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end()
+
+
+def _remove(owner: int, alive: int, folder: Path) -> None:
+    if os.getpid() == owner:  # not at the end of a child that was forked
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(alive)
