@@ -295,7 +295,7 @@ def test_rows_beyond_the_reach_of_32_bits_are_read_and_written(
         x[-1] = last.to(device)
         with cache.acquire("a").result(10) as lease:
             with cache.lora_batch([(lease, rows)]) as batch:
-                add_lora_triton([y], x, batch, ("q_proj",), 0)
+                add_lora_triton([y], x, batch, batch.stack.group(0, ("q_proj",)))
             a, b, scaling = held_weights(cache, lease, 0, "q_proj")
     want = scaling * b.float() @ (a.float() @ last.float())
     assert not y[:-1].any()
