@@ -1,0 +1,187 @@
+"""The projections of a model that carry LoRA: each calls what it was, and adds its adapters' term.
+
+A projection's ``forward`` is replaced on the instance, and everything else of the model is left as
+it is. Modules that share their input (q, k and v; gate and up) go in one call of `add_lora`: the
+first of them that is called computes all of them, and the others hand out what is there if they
+are called with that same input. A model that gives them other inputs is served one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from adaptercache.errors import AdapterUnsupported
+from adaptercache.kernels import LoraBatch, add_lora
+from adaptercache.layout import LoraLayout, Site
+
+__all__ = ["Override", "Projection", "Running", "Step", "projections_of", "refuse_compiling"]
+
+# Modules that are given one input wherever they stand in one parent.
+_SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def refuse_compiling() -> NoReturn:
+    """Called where a compiler traces. It can't trace this, so it is called for real."""
+    raise AdapterUnsupported(
+        "torch.compile on a model that adapters are attached to",
+        remedy="run the model without it (generate: disable_compile=True), or detach first",
+    )
+
+
+class Override(ABC):
+    """A callable that stands on an instance in the place of one of its methods."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        inner = getattr(owner, name)
+        update_wrapper(self, inner)  # transformers reads the signature
+        self._owner, self._name = owner, name
+        self._shadowed = owner.__dict__.get(name)
+        self.inner: Callable[..., Any] = inner
+
+    def put(self) -> None:
+        setattr(self._owner, self._name, self)
+
+    @property
+    def is_on_top(self) -> bool:
+        """Whether nobody has put another over it."""
+        return self._owner.__dict__.get(self._name) is self
+
+    def take_off(self) -> None:
+        """As it was before, to the last attribute."""
+        if self._shadowed is None:
+            del self._owner.__dict__[self._name]
+        else:
+            self._owner.__dict__[self._name] = self._shadowed
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In the method's place."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # A copy would go on calling the modules of the original.
+        raise AdapterUnsupported(
+            "a copy or a pickle of a model that adapters are attached to", remedy="detach first"
+        )
+
+
+class _Ahead(NamedTuple):
+    """A projection's output that was computed before it was called."""
+
+    x: Tensor
+    version: int
+    y: Tensor
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward of the model with adapters.
+
+    ``shape`` is that of the tokens: rows of the batch, tokens a row. ``launching`` is held while
+    kernels are launched.
+    """
+
+    batch: LoraBatch
+    shape: tuple[int, int]
+    launching: threading.Lock
+    ahead: dict[Projection, _Ahead] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """What was computed for nothing is not computed ahead again."""
+        for projection in self.ahead:
+            projection.alone()
+
+
+class Running(threading.local):
+    """The step that the model is in, of each thread; None: the base model's."""
+
+    step: Step | None = None
+
+
+class Projection(Override):
+    """A linear module at a site of the layout.
+
+    Args:
+        module: what it was.
+        site: which one.
+        running: of the model's threads.
+    """
+
+    def __init__(self, module: nn.Module, site: Site, running: Running) -> None:
+        super().__init__(module, "forward")
+        self.site = site
+        self.group: tuple[Projection, ...] = (self,)
+        self._running = running
+
+    def alone(self) -> None:
+        """From now on, all of its group are served one by one."""
+        for projection in self.group:
+            projection.group = (projection,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            refuse_compiling()
+        step = self._running.step
+        if step is None:
+            return self.inner(x)  # type: ignore[no-any-return]
+        ahead = step.ahead.pop(self, None)
+        if ahead is not None:
+            if ahead.x is x and ahead.version == _version(x):
+                return ahead.y
+            self.alone()
+        group = self.group  # another thread may dissolve it
+        outputs = dict(zip(group, self._adapted(group, x, step), strict=True))
+        y = outputs.pop(self)
+        for projection, output in outputs.items():
+            step.ahead[projection] = _Ahead(x, _version(x), output)
+        return y
+
+    def _adapted(self, group: tuple[Projection, ...], x: Tensor, step: Step) -> list[Tensor]:
+        """The outputs of a group, adapters and all."""
+        rows, tokens = step.shape
+        if x.shape[:-1] not in ((rows, tokens), (rows * tokens,)):
+            raise AdapterUnsupported(
+                f"a model that gives {self.site.path} an input of {list(x.shape)}, where the batch "
+                f"is {rows} rows of {tokens} tokens",
+                where=self.site.path,
+                remedy="leave it out of the layout's targets",
+            )
+        outputs = [projection.inner(x) for projection in group]
+        flat = [y.reshape(-1, y.shape[-1]) for y in outputs]
+        names = tuple(projection.site.module for projection in group)
+        with step.launching if x.is_cuda else nullcontext():
+            add_lora(flat, x.reshape(-1, x.shape[-1]), step.batch, names, self.site.layer)
+        return [y.view(output.shape) for y, output in zip(flat, outputs, strict=True)]
+
+
+def _version(x: Tensor) -> int:
+    """Grows when the tensor is changed in place; inference mode doesn't count."""
+    return -1 if x.is_inference() else x._version
+
+
+def projections_of(model: nn.Module, layout: LoraLayout, running: Running) -> list[Projection]:
+    """One a site of the layout, in its order, grouped, and not put yet."""
+    found = {
+        site.path: Projection(model.get_submodule(site.path), site, running)
+        for site in layout.sites
+    }
+    groups: dict[tuple[str, tuple[str, ...], int], list[Projection]] = {}
+    for path, projection in found.items():
+        parent, _, leaf = path.rpartition(".")
+        for names in _SHARING:
+            if leaf in names:
+                key = (parent, names, projection.site.in_features)
+                groups.setdefault(key, []).append(projection)
+    for group in groups.values():
+        for projection in group:
+            projection.group = tuple(group)
+    return [*found.values()]
