@@ -164,6 +164,10 @@ class Attachment:
             finally:
                 self._running.step = outer
             return
+        if torch.is_autocast_enabled(self.cache._gpu.device.type):
+            raise AdapterUnsupported(
+                "autocast where adapters are used", remedy="load the model in the dtype to run in"
+            )
         pairs = [(lease, tokens * times * sum(1 for _ in same)) for lease, same in groupby(leases)]
         lock = launching(self.cache)
         with ExitStack() as stack, torch.no_grad():
