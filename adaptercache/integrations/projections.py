@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from typing import Any, NamedTuple, NoReturn
@@ -158,8 +158,13 @@ class Projection(Override):
         outputs = [projection.inner(x) for projection in group]
         flat = [y.reshape(-1, y.shape[-1]) for y in outputs]
         names = tuple(projection.site.module for projection in group)
-        with step.launching if x.is_cuda else nullcontext():
-            add_lora(flat, x.reshape(-1, x.shape[-1]), step.batch, names, self.site.layer)
+        x = x.reshape(-1, x.shape[-1])
+        with ExitStack() as stack:
+            if x.is_cuda:
+                # Buffers may be made that outlive this, and inference mode would freeze them.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(step.launching)
+            add_lora(flat, x, step.batch, names, self.site.layer)
         return [y.view(output.shape) for y, output in zip(flat, outputs, strict=True)]
 
 

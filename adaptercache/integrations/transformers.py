@@ -171,7 +171,7 @@ class Attachment:
         pairs = [(lease, tokens * times * sum(1 for _ in same)) for lease, same in groupby(leases)]
         lock = launching(self.cache)
         with ExitStack() as stack, torch.no_grad():
-            with lock:
+            with lock, torch.inference_mode(False):  # see `Projection`
                 batch = stack.enter_context(self.cache.lora_batch(pairs))
             step = self._running.step = Step(batch, shape, lock)
             try:
