@@ -90,6 +90,7 @@ class Attachment:
         self._counting = threading.Lock()
         self._overrides: list[Override] = [
             *(kind(model, name, self) for name, kind in _METHODS.items() if hasattr(model, name)),
+            *(_Decoder(decoder, "forward", self) for decoder in _inner_models(model)),
             *projections_of(model, cache.layout, self._running),
         ]
 
@@ -240,6 +241,15 @@ class _Generate(_Method):
             return self.inner(*args, **kwargs)
 
 
+class _Decoder(_Method):
+    """The decoder's own ``forward`` takes any keyword, and would drop this one in silence."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "adapters" in kwargs:
+            raise TypeError("give adapters to the model that they are attached to")
+        return self.inner(*args, **kwargs)
+
+
 class _GenerateBatch(_Method):
     """Continuous batching packs many requests into one row, in a thread of its own."""
 
@@ -266,6 +276,12 @@ _METHODS: Mapping[str, type[_Method]] = {
     "generate_batch": _GenerateBatch,
     "get_compiled_call": _GetCompiledCall,
 }
+
+
+def _inner_models(model: nn.Module) -> list[nn.Module]:
+    """As transformers names it: the model without its head."""
+    decoder = getattr(model, "base_model", model)
+    return [] if decoder is model else [decoder]
 
 
 def _ids(adapters: Adapters, rows: int) -> list[str | None]:

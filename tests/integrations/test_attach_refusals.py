@@ -431,6 +431,15 @@ def test_continuous_batching_is_refused(attachment: tuple[Any, AdapterCache]) ->
         model.generate(IDS, adapters="a1", cache_implementation="paged", **GREEDY)
 
 
+def test_adapters_for_the_decoder_inside_are_refused(
+    attachment: tuple[Any, AdapterCache],
+) -> None:
+    model, _ = attachment
+    with pytest.raises(TypeError, match="the model that they are attached to"):
+        model.model(IDS, adapters=["a1", "a2"])
+    model.model(IDS)
+
+
 class Transposed(torch.nn.Module):
     """A model that works on tokens first, rows second."""
 
