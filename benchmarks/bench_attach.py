@@ -43,8 +43,9 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 4096,
 }
-MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-"""RMS of the difference of logits, over the RMS of PEFT's."""
+MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""RMS of a row's difference of logits, over the RMS of PEFT's. Of random weights, bfloat16 makes 0.05
+in 8 layers and 0.1 in 32, of PEFT's own against float32 as well; another adapter makes 1.4."""
 
 Generate = Callable[..., Any]
 
@@ -161,8 +162,9 @@ def figures(rates: Sequence[float]) -> dict[str, object]:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    difference = (got.float() - want.float()).pow(2).mean()
-    return float((difference / want.float().pow(2).mean()).sqrt())
+    """Of the row that is worst."""
+    difference = (got.float() - want.float()).pow(2).mean((1, 2))
+    return float((difference / want.float().pow(2).mean((1, 2))).sqrt().max())
 
 
 def measure(wanted: argparse.Namespace) -> dict[str, dict[str, object]]:

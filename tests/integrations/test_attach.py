@@ -232,6 +232,45 @@ def test_a_module_with_an_input_of_its_own_is_served_by_itself(
     assert calls["q_proj",] == 1
 
 
+class Lopsided(torch.nn.Module):
+    """A model that has a k_proj, and doesn't call it: as where layers share their KV."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Module()])
+        self.layers[0].q_proj = torch.nn.Linear(32, 32)
+        self.layers[0].k_proj = torch.nn.Linear(32, 32)
+
+    def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers[0].q_proj(inputs_embeds)
+        return y
+
+
+def test_what_is_not_called_is_not_computed_for_ever(
+    tmp_path: Path, calls: Counter[tuple[str, ...]]
+) -> None:
+    model = Lopsided()
+    tensors = {
+        "layers.0.q_proj.lora_A.weight": torch.ones(2, 32),
+        "layers.0.q_proj.lora_B.weight": torch.ones(32, 2),
+    }
+    with cache_of(model, tmp_path) as cache, attach(model, cache):
+        cache.put("a", tensors, {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}).result(10)
+        x = torch.ones(2, 3, 32)
+        for _ in range(3):
+            y = model(inputs_embeds=x, adapters=["a", None])
+            assert_close(y - model(x), torch.tensor([64.0, 0]).view(2, 1, 1).expand(2, 3, 32))
+    assert calls == {("q_proj", "k_proj"): 1, ("q_proj",): 2}
+
+
+def test_inference_mode_gives_the_same(llama_adapters: Path) -> None:
+    inputs = padded(prompts(3))
+    with attached("llama", llama_adapters) as (model, _):
+        with torch.inference_mode():
+            first = model.generate(**inputs, adapters=["a1", None, "a4"], **GREEDY)
+        assert torch.equal(first, model.generate(**inputs, adapters=["a1", None, "a4"], **GREEDY))
+
+
 def test_an_input_changed_in_place_is_not_the_same_input(llama_adapters: Path) -> None:
     def double(module: Any, args: tuple[torch.Tensor, ...]) -> None:
         args[0].mul_(2)
