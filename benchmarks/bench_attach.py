@@ -3,7 +3,8 @@
 The same random model generates for the same prompts by itself, with the adapters of a cache
 attached, and wrapped by PEFT with ``adapter_names``. On a GPU it has the shapes of Llama-3-8B in
 bfloat16, of as many layers as ``--layers`` says (both ways take time in proportion to them); on a
-CPU it is a small one in float32. Rates are of decode alone, from the end of the prefill on.
+CPU it is a small one in float32, on one core. Rates are of decode alone, from the end of the
+prefill on.
 
 A rate is printed only once `attach` and PEFT gave the same logits.
 """
@@ -44,8 +45,8 @@ SMALL = {
     "vocab_size": 4096,
 }
 MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.25}
-"""RMS of a row's difference of logits, over the RMS of PEFT's. Of random weights, bfloat16 makes 0.05
-in 8 layers and 0.1 in 32, of PEFT's own against float32 as well; another adapter makes 1.4."""
+"""RMS of a row's difference of logits, over the RMS of PEFT's. With random weights, bfloat16 makes
+0.05 in 8 layers and 0.1 in 32, in PEFT's own against float32 as well; another adapter makes 1.4."""
 
 Generate = Callable[..., Any]
 
@@ -215,6 +216,8 @@ def main() -> None:
         print(f"bench_attach needs transformers and peft: {error}; nothing was measured")
         return
     warnings.simplefilter("ignore")
+    if wanted.device == "cpu":
+        torch.set_num_threads(1)  # for products this small, more only add noise
     cases = measure(wanted)
     print(
         f"{wanted.layers} layers of {cases['model']['hidden_size']}, batch {wanted.batch} with "
