@@ -27,6 +27,7 @@ __all__ = [
     "FAMILIES",
     "LINEAR",
     "Linear",
+    "SIZES",
     "NotLoadable",
     "base_model",
     "forwards",

@@ -147,15 +147,17 @@ class Projection(Override):
 
     def _adapted(self, group: tuple[Projection, ...], x: Tensor, step: Step) -> list[Tensor]:
         """The outputs of a group, adapters and all."""
-        rows, tokens = step.shape
-        if x.shape[:-1] not in ((rows, tokens), (rows * tokens,)):
+        if x.shape[:-1] != step.shape and not _is_in_order(x.shape[:-1], step.shape):
             raise AdapterUnsupported(
                 f"a model that gives {self.site.path} an input of {list(x.shape)}, where the batch "
-                f"is {rows} rows of {tokens} tokens",
+                f"is {step.shape[0]} rows of {step.shape[1]} tokens",
                 where=self.site.path,
                 remedy="leave it out of the layout's targets",
             )
         outputs = [projection.inner(x) for projection in group]
+        if not all(isinstance(y, Tensor) for y in outputs):
+            self._check_unadapted(group, step)
+            return outputs
         flat = [y.reshape(-1, y.shape[-1]) for y in outputs]
         names = tuple(projection.site.module for projection in group)
         x = x.reshape(-1, x.shape[-1])
@@ -166,6 +168,26 @@ class Projection(Override):
                 stack.enter_context(step.launching)
             add_lora(flat, x, step.batch, names, self.site.layer)
         return [y.view(output.shape) for y, output in zip(flat, outputs, strict=True)]
+
+    def _check_unadapted(self, group: tuple[Projection, ...], step: Step) -> None:
+        """For what is a linear module by its class, and a router by what it gives."""
+        stack = step.batch.stack
+        slots = [slot for slot, _ in step.batch.segments if slot >= 0]
+        for projection in group:
+            site = projection.site
+            if stack.rank[slots, stack.site(site.layer, site.module)].any():
+                raise AdapterUnsupported(
+                    f"LoRA on a module that does not give one tensor: {site.path}",
+                    where=site.path,
+                    remedy="train without it",
+                )
+
+
+def _is_in_order(shape: torch.Size, rows_of_tokens: tuple[int, int]) -> bool:
+    """Whether an input runs through the tokens row by row, whatever sizes of 1 it has beside."""
+    sizes = [size for size in shape if size != 1]
+    rows, tokens = rows_of_tokens
+    return sizes == [size for size in rows_of_tokens if size != 1] or sizes == [rows * tokens]
 
 
 def _version(x: Tensor) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ import torch
 pytest.importorskip("peft", minversion="0.21")
 pytest.importorskip("transformers", minversion="5")
 
+import peft
+import transformers
 import trips
 from attached import Peft, attached, cache_of, logits_by_row, padded, prompts, save
 
+from adaptercache import AdapterUnsupported, LoraLayout
 from adaptercache.integrations import projections
 from adaptercache.integrations.transformers import attach, detach
 
@@ -230,6 +235,65 @@ def test_a_module_with_an_input_of_its_own_is_served_by_itself(
     assert calls[QKV] == 3
     assert calls["k_proj",] == 2
     assert calls["q_proj",] == 1
+
+
+def llama4() -> Any:
+    """Its routers are linear modules that give two tensors."""
+    return transformers.Llama4TextConfig(
+        **trips.SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=2
+    )
+
+
+def deepseek() -> Any:
+    """Its ``kv_b_proj`` is given ``[rows, 1, tokens, in]``."""
+    return transformers.DeepseekV3Config(
+        **(trips.SIZES | {"num_key_value_heads": 4}),
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        first_k_dense_replace=2,
+    )
+
+
+def opt() -> Any:
+    """Its MLP is given all tokens in one dimension."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67}
+    return transformers.OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32)
+
+
+@pytest.mark.parametrize("config", [llama4, deepseek, opt])
+def test_models_that_shape_their_inputs_otherwise(
+    config: Callable[[], Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config()).eval().requires_grad_(False)
+    layout = LoraLayout.from_model(model)
+    targets = [site.path for site in layout.sites if site.module != "router"]
+    with trips.quiet():
+        options = {"r": 3, "target_modules": targets, "init_lora_weights": False}
+        theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options)).eval()
+        theirs.save_pretrained(tmp_path / "a")
+    ids = torch.stack([prompt[:3] for prompt in prompts(2)])
+    with cache_of(model, tmp_path) as cache, attach(model, cache):
+        got = model(ids, adapters=["a", None]).logits
+        want = torch.stack([theirs(ids).logits[0], model(ids).logits[1]])
+        assert_close(got, want.detach())
+        assert (got - model(ids).logits)[0].abs().max() > 1e-3
+
+
+def test_lora_on_what_gives_no_tensor_is_refused(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(llama4())
+    path = next(site.path for site in LoraLayout.from_model(model).sites if site.module == "router")
+    tensors = {
+        f"{path}.lora_A.weight": torch.ones(2, 32),
+        f"{path}.lora_B.weight": torch.ones(2, 2),
+    }
+    with cache_of(model, tmp_path) as cache, attach(model, cache):
+        cache.put("a", tensors, {"r": 2, "lora_alpha": 2, "target_modules": ["router"]}).result(10)
+        with pytest.raises(AdapterUnsupported, match="router"):
+            model(torch.ones(2, 3, dtype=torch.long), adapters="a")
 
 
 class Lopsided(torch.nn.Module):
