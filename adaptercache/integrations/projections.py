@@ -12,7 +12,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import update_wrapper
 from typing import Any, NamedTuple, NoReturn
 
@@ -82,18 +81,44 @@ class _Ahead(NamedTuple):
     y: Tensor
 
 
-@dataclass(slots=True)
 class Step:
     """One forward of the model with adapters.
 
-    ``shape`` is that of the tokens: rows of the batch, tokens a row. ``launching`` is held while
-    kernels are launched.
+    Args:
+        shape: rows of the batch, tokens a row.
+        new_batch: of so many tokens a row; the batches live as long as the step.
+        launching: held while kernels are launched.
+
+    Raises:
+        What making the first batch raises.
     """
 
-    batch: LoraBatch
-    shape: tuple[int, int]
-    launching: threading.Lock
-    ahead: dict[Projection, _Ahead] = field(default_factory=dict)
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        new_batch: Callable[[int], LoraBatch],
+        launching: threading.Lock,
+    ) -> None:
+        self.shape = shape
+        self.launching = launching
+        self.ahead: dict[Projection, _Ahead] = {}
+        self._new_batch = new_batch
+        self._batches = {shape[1]: new_batch(shape[1])}
+
+    def batch(self, shape: torch.Size) -> LoraBatch | None:
+        """For an input of this shape, which runs through the tokens row by row; None: it doesn't.
+
+        Sizes of 1 beside these don't matter. It may have other tokens than the model was given, as
+        where keys and values of all that went before are made anew.
+        """
+        rows, tokens = self.shape
+        if shape != self.shape and [size for size in shape if size != 1] != [rows * tokens]:
+            if shape[0] != rows:
+                return None
+            tokens = shape[1:].numel()
+        if tokens not in self._batches:
+            self._batches[tokens] = self._new_batch(tokens)
+        return self._batches[tokens]
 
     def end(self) -> None:
         """What was computed for nothing is not computed ahead again."""
@@ -147,7 +172,8 @@ class Projection(Override):
 
     def _adapted(self, group: tuple[Projection, ...], x: Tensor, step: Step) -> list[Tensor]:
         """The outputs of a group, adapters and all."""
-        if x.shape[:-1] != step.shape and not _is_in_order(x.shape[:-1], step.shape):
+        batch = step.batch(x.shape[:-1])
+        if batch is None:
             raise AdapterUnsupported(
                 f"a model that gives {self.site.path} an input of {list(x.shape)}, where the batch "
                 f"is {step.shape[0]} rows of {step.shape[1]} tokens",
@@ -156,7 +182,7 @@ class Projection(Override):
             )
         outputs = [projection.inner(x) for projection in group]
         if not all(isinstance(y, Tensor) for y in outputs):
-            self._check_unadapted(group, step)
+            _check_unadapted(group, batch)
             return outputs
         flat = [y.reshape(-1, y.shape[-1]) for y in outputs]
         names = tuple(projection.site.module for projection in group)
@@ -166,28 +192,21 @@ class Projection(Override):
                 # Buffers may be made that outlive this, and inference mode would freeze them.
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(step.launching)
-            add_lora(flat, x, step.batch, names, self.site.layer)
+            add_lora(flat, x, batch, names, self.site.layer)
         return [y.view(output.shape) for y, output in zip(flat, outputs, strict=True)]
 
-    def _check_unadapted(self, group: tuple[Projection, ...], step: Step) -> None:
-        """For what is a linear module by its class, and a router by what it gives."""
-        stack = step.batch.stack
-        slots = [slot for slot, _ in step.batch.segments if slot >= 0]
-        for projection in group:
-            site = projection.site
-            if stack.rank[slots, stack.site(site.layer, site.module)].any():
-                raise AdapterUnsupported(
-                    f"LoRA on a module that does not give one tensor: {site.path}",
-                    where=site.path,
-                    remedy="train without it",
-                )
 
-
-def _is_in_order(shape: torch.Size, rows_of_tokens: tuple[int, int]) -> bool:
-    """Whether an input runs through the tokens row by row, whatever sizes of 1 it has beside."""
-    sizes = [size for size in shape if size != 1]
-    rows, tokens = rows_of_tokens
-    return sizes == [size for size in rows_of_tokens if size != 1] or sizes == [rows * tokens]
+def _check_unadapted(group: tuple[Projection, ...], batch: LoraBatch) -> None:
+    """For what is a linear module by its class, and a router by what it gives."""
+    slots = [slot for slot, _ in batch.segments if slot >= 0]
+    for projection in group:
+        site = projection.site
+        if batch.stack.rank[slots, batch.stack.site(site.layer, site.module)].any():
+            raise AdapterUnsupported(
+                f"LoRA on a module that does not give one tensor: {site.path}",
+                where=site.path,
+                remedy="train without it",
+            )
 
 
 def _version(x: Tensor) -> int:

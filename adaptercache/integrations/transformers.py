@@ -31,6 +31,7 @@ from adaptercache.integrations.projections import (
     projections_of,
     refuse_compiling,
 )
+from adaptercache.kernels import LoraBatch
 from adaptercache.lease import Lease
 
 __all__ = ["Attachment", "attach", "detach"]
@@ -151,7 +152,7 @@ class Attachment:
     @contextmanager
     def step(self, leases: Sequence[Lease], shape: tuple[int, int]) -> Iterator[None]:
         """One forward over ``shape`` of rows and tokens; a lease's rows lie side by side."""
-        rows, tokens = shape
+        rows, _ = shape
         times, rest = divmod(rows, len(leases))
         if rest or not times:
             raise ValueError(
@@ -169,12 +170,16 @@ class Attachment:
             raise AdapterUnsupported(
                 "autocast where adapters are used", remedy="load the model in the dtype to run in"
             )
-        pairs = [(lease, tokens * times * sum(1 for _ in same)) for lease, same in groupby(leases)]
         lock = launching(self.cache)
+        counts = [(lease, times * sum(1 for _ in same)) for lease, same in groupby(leases)]
         with ExitStack() as stack, torch.no_grad():
-            with lock, torch.inference_mode(False):  # see `Projection`
-                batch = stack.enter_context(self.cache.lora_batch(pairs))
-            step = self._running.step = Step(batch, shape, lock)
+
+            def new_batch(tokens: int) -> LoraBatch:
+                pairs = [(lease, count * tokens) for lease, count in counts]
+                with lock, torch.inference_mode(False):  # see `Projection`
+                    return stack.enter_context(self.cache.lora_batch(pairs))
+
+            step = self._running.step = Step(shape, new_batch, lock)
             try:
                 yield
             finally:

@@ -245,7 +245,7 @@ def llama4() -> Any:
 
 
 def deepseek() -> Any:
-    """Its ``kv_b_proj`` is given ``[rows, 1, tokens, in]``."""
+    """Its ``kv_b_proj`` is given ``[rows, 1, tokens, in]``, of all tokens so far."""
     return transformers.DeepseekV3Config(
         **(trips.SIZES | {"num_key_value_heads": 4}),
         q_lora_rank=8,
@@ -281,6 +281,9 @@ def test_models_that_shape_their_inputs_otherwise(
         want = torch.stack([theirs(ids).logits[0], model(ids).logits[1]])
         assert_close(got, want.detach())
         assert (got - model(ids).logits)[0].abs().max() > 1e-3
+        tokens = model.generate(ids, adapters=["a", None], **GREEDY)
+        assert torch.equal(tokens[:1], theirs.generate(input_ids=ids[:1], **GREEDY))
+        assert torch.equal(tokens[1:], model.generate(ids[1:], **GREEDY))
 
 
 def test_lora_on_what_gives_no_tensor_is_refused(tmp_path: Path) -> None:
