@@ -24,8 +24,13 @@ from adaptercache.layout import LoraLayout, Site
 
 __all__ = ["Override", "Projection", "Running", "Step", "projections_of", "refuse_compiling"]
 
-# Modules that are given one input wherever they stand in one parent.
-_SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Modules of one parent that are given the same input, by the names of the families that have them.
+_SHARING = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
