@@ -8,35 +8,22 @@ detach(model)
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from inspect import signature
-from itertools import groupby
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from adaptercache.cache import AdapterCache
 from adaptercache.errors import AdapterUnsupported
-from adaptercache.identity import check_id
+from adaptercache.integrations.calls import Adapters, Calls
 from adaptercache.integrations.fit import check_fit
-from adaptercache.integrations.held import held, launching
-from adaptercache.integrations.projections import (
-    Override,
-    Running,
-    Step,
-    projections_of,
-    refuse_compiling,
-)
-from adaptercache.kernels import LoraBatch
-from adaptercache.lease import Lease
+from adaptercache.integrations.projections import Override, projections_of, refuse_compiling
 
 __all__ = ["Attachment", "attach", "detach"]
-
-Adapters: TypeAlias = "str | Sequence[str | None] | None"
 
 
 def attach(model: nn.Module, cache: AdapterCache, *, timeout_s: float | None = None) -> Attachment:
@@ -83,16 +70,11 @@ class Attachment:
     """A model with its cache, until `detach`; as a context manager, until the block's end."""
 
     def __init__(self, model: nn.Module, cache: AdapterCache, timeout_s: float | None) -> None:
-        self.cache = cache
-        self.timeout_s = timeout_s
-        self._running = Running()
-        self._generating = _Generating()
-        self._calls = 0  # with adapters
-        self._counting = threading.Lock()
+        self.calls = Calls(cache, timeout_s)
         self._overrides: list[Override] = [
             *(kind(model, name, self) for name, kind in _METHODS.items() if hasattr(model, name)),
             *(_Decoder(decoder, "forward", self) for decoder in _inner_models(model)),
-            *projections_of(model, cache.layout, self._running),
+            *projections_of(model, cache.layout, self.calls.running),
         ]
 
     def put(self) -> None:
@@ -101,9 +83,7 @@ class Attachment:
 
     def detach(self) -> None:
         """See `detach`."""
-        with self._counting:
-            if self._calls:
-                raise RuntimeError("a call with adapters is running on this model")
+        with self.calls.stopped():
             if not all(override.is_on_top for override in self._overrides):
                 raise RuntimeError("a forward was replaced since attach, or this was detached")
             for override in self._overrides:
@@ -120,76 +100,6 @@ class Attachment:
     ) -> None:
         self.detach()
 
-    # -- what the overrides do
-
-    @property
-    def generating(self) -> list[Lease] | None:
-        """The leases of the rows that this thread is in `generate` with."""
-        return self._generating.leases
-
-    @contextmanager
-    def leases(self, adapters: Adapters, rows: int) -> Iterator[list[Lease]]:
-        """One a row, held and ready."""
-        ids = _ids(adapters, rows)
-        with self._counting:
-            self._calls += 1
-        try:
-            with held(self.cache, ids, self.timeout_s) as leases:
-                yield leases
-        finally:
-            with self._counting:
-                self._calls -= 1
-
-    @contextmanager
-    def generation(self, leases: list[Lease] | None) -> Iterator[None]:
-        """Forwards of this thread use these, unless they are told otherwise."""
-        outer, self._generating.leases = self._generating.leases, leases
-        try:
-            yield
-        finally:
-            self._generating.leases = outer
-
-    @contextmanager
-    def step(self, leases: Sequence[Lease], shape: tuple[int, int]) -> Iterator[None]:
-        """One forward over ``shape`` of rows and tokens; a lease's rows lie side by side."""
-        rows, _ = shape
-        times, rest = divmod(rows, len(leases))
-        if rest or not times:
-            raise ValueError(
-                f"a forward of {rows} rows inside generate with {len(leases)} adapters"
-            )
-        outer = self._running.step
-        if all(lease.adapter_id is None for lease in leases):
-            self._running.step = None
-            try:
-                yield
-            finally:
-                self._running.step = outer
-            return
-        if torch.is_autocast_enabled(self.cache._gpu.device.type):
-            raise AdapterUnsupported(
-                "autocast where adapters are used", remedy="load the model in the dtype to run in"
-            )
-        lock = launching(self.cache)
-        counts = [(lease, times * sum(1 for _ in same)) for lease, same in groupby(leases)]
-        with ExitStack() as stack, torch.no_grad():
-
-            def new_batch(tokens: int) -> LoraBatch:
-                pairs = [(lease, count * tokens) for lease, count in counts]
-                with lock, torch.inference_mode(False):  # see `Projection`
-                    return stack.enter_context(self.cache.lora_batch(pairs))
-
-            step = self._running.step = Step(shape, new_batch, lock)
-            try:
-                yield
-            finally:
-                self._running.step = outer
-            step.end()
-
-
-class _Generating(threading.local):
-    leases: list[Lease] | None = None
-
 
 class _Unsaid:
     """A call without the argument, which None is not."""
@@ -204,6 +114,7 @@ class _Method(Override):
     def __init__(self, model: nn.Module, name: str, attachment: Attachment) -> None:
         super().__init__(model, name)
         self.attachment = attachment
+        self._calls = attachment.calls
         self._names = tuple(signature(self.inner).parameters)
 
     def _shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -220,7 +131,7 @@ class _Forward(_Method):
     def __call__(self, *args: Any, adapters: Adapters | _Unsaid = _UNSAID, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             refuse_compiling()
-        leases = self.attachment.generating
+        leases = self._calls.generating
         if isinstance(adapters, _Unsaid) and leases is None:
             return self.inner(*args, **kwargs)
         shape = self._shape(args, kwargs)
@@ -228,21 +139,21 @@ class _Forward(_Method):
             raise TypeError("adapters go by the rows of input_ids or inputs_embeds: give either")
         with ExitStack() as stack:
             if not isinstance(adapters, _Unsaid):
-                leases = stack.enter_context(self.attachment.leases(adapters, shape[0]))
+                leases = stack.enter_context(self._calls.leases(adapters, shape[0]))
             assert leases is not None
-            stack.enter_context(self.attachment.step(leases, shape))
+            stack.enter_context(self._calls.step(leases, shape))
             return self.inner(*args, **kwargs)
 
 
 class _Generate(_Method):
     def __call__(self, *args: Any, adapters: Adapters = None, **kwargs: Any) -> Any:
         if adapters is None:
-            with self.attachment.generation(None):
+            with self._calls.generation(None):
                 return self.inner(*args, **kwargs)
         rows, _ = self._shape(args, kwargs) or (1, 0)  # from nothing: one row
         with ExitStack() as stack:
-            leases = stack.enter_context(self.attachment.leases(adapters, rows))
-            stack.enter_context(self.attachment.generation(leases))
+            leases = stack.enter_context(self._calls.leases(adapters, rows))
+            stack.enter_context(self._calls.generation(leases))
             return self.inner(*args, **kwargs)
 
 
@@ -259,7 +170,7 @@ class _GenerateBatch(_Method):
     """Continuous batching packs many requests into one row, in a thread of its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "adapters" in kwargs or self.attachment.generating is not None:
+        if "adapters" in kwargs or self._calls.generating is not None:
             raise AdapterUnsupported(
                 "adapters in transformers' continuous batching",
                 where="generate_batch",
@@ -287,18 +198,3 @@ def _inner_models(model: nn.Module) -> list[nn.Module]:
     """As transformers names it: the model without its head."""
     decoder = getattr(model, "base_model", model)
     return [] if decoder is model else [decoder]
-
-
-def _ids(adapters: Adapters, rows: int) -> list[str | None]:
-    """The adapter id of each row.
-
-    Raises:
-        TypeError: something else than one id, or a list of them.
-        ValueError: another number of them than there are rows.
-    """
-    if adapters is None or isinstance(adapters, str):
-        return [adapters] * rows
-    ids = [check_id(adapter_id) for adapter_id in adapters]
-    if len(ids) != rows:
-        raise ValueError(f"{len(ids)} adapters for a batch of {rows} rows: give one a row")
-    return ids
