@@ -75,6 +75,24 @@ def test_bfloat16_is_as_near_to_float32_as_pefts_own(tmp_path: Path) -> None:
     assert (got - want).pow(2).mean() <= 0.03**2 * want.pow(2).mean()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the next test runs them compiled")
+def test_the_kernels_take_its_tensors_as_the_reference_does(
+    llama_adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from adaptercache.kernels.launch import add_lora_triton
+
+    def interpreted(y: Any, x: Any, batch: Any, modules: tuple[str, ...], layer: int) -> None:
+        add_lora_triton(y, x, batch, batch.stack.group(layer, modules))
+
+    ids = torch.stack([prompt[:1] for prompt in prompts(3)])
+    of_rows = ["a5", None, "a1"]
+    with attached("llama", llama_adapters) as (model, _):
+        want = model(ids, adapters=of_rows).logits
+        monkeypatch.setattr(projections, "add_lora", interpreted)
+        assert_close(model(ids, adapters=of_rows).logits, want)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_it_gives_pefts_logits(tmp_path: Path) -> None:
     names = save(tmp_path, "llama", range(16), dtype=torch.bfloat16, autocast=False)
