@@ -118,7 +118,7 @@ class Step:
         """
         rows, tokens = self.shape
         if shape != self.shape and [size for size in shape if size != 1] != [rows * tokens]:
-            if shape[0] != rows:
+            if shape[:1] != (rows,):
                 return None
             tokens = shape[1:].numel()
         if tokens not in self._batches:
