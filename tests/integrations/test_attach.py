@@ -72,7 +72,13 @@ def test_bfloat16_is_as_near_to_float32_as_pefts_own(tmp_path: Path) -> None:
     want = logits_by_row(Peft("llama", tmp_path, names), ids, names)
     theirs = logits_by_row(Peft("llama", tmp_path, names, torch.bfloat16), ids, names).float()
     assert (got - want).pow(2).mean() <= 1.1 * (theirs - want).pow(2).mean()
-    assert (got - want).pow(2).mean() <= 0.03**2 * want.pow(2).mean()
+    assert_near(got, want)
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """As bfloat16 is to float32, in each row: about 0.02. Another adapter makes 1.4."""
+    squared = (got - want).pow(2).mean((1, 2)) / want.pow(2).mean((1, 2))
+    assert squared.max() <= 0.1**2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the next test runs them compiled")
@@ -104,7 +110,7 @@ def test_on_a_gpu_it_gives_pefts_logits(tmp_path: Path) -> None:
         tokens = model.generate(input_ids=ids.cuda(), adapters=of_rows, **GREEDY)
     assert tokens.shape == (17, 18)
     want = logits_by_row(Peft("llama", tmp_path, names), ids, of_rows)
-    assert (got - want).pow(2).mean() <= 0.03**2 * want.pow(2).mean()
+    assert_near(got, want)
 
 
 BEAMS = {"do_sample": False, "num_beams": 3, "max_new_tokens": 5, "pad_token_id": 0}
