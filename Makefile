@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 INSTALL := $(VENV) -m pip install -q --no-input --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-CPU_BENCHES := $(patsubst %,benchmarks/bench_%.py,host_path pages prefix routing storage unified)
+CPU_BENCHES := $(patsubst %,benchmarks/bench_%.py,attach host_path pages prefix routing storage unified)
 GPU_BENCHES := $(filter-out %/bench_routing.py,$(sort $(wildcard benchmarks/bench_*.py)))
 # Tests and benchmarks of object stores start a server; where we have set up, none may be missing.
 export ADAPTERCACHE_TEST_S3 := required

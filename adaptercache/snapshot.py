@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,7 @@ from adaptercache.pages import Owner
 from adaptercache.residency import Residency, State
 from adaptercache.stats import Stats, Tier
 
-__all__ = ["resident_ids", "snapshot"]
+__all__ = ["gpu_demand", "resident_ids", "snapshot"]
 
 
 def snapshot(ledger: Ledger, movers: Movers) -> Stats:
@@ -62,3 +63,19 @@ def resident_ids(ledger: Ledger, tier: Tier) -> frozenset[str]:
     tiers = {Tier.GPU: ledger.gpu, Tier.HOST: ledger.host, Tier.DISK: ledger.disk}
     copies = [copy for copy in tiers[tier] if copy.state is State.RESIDENT]
     return frozenset(chain.from_iterable(ledger.catalog.ids_of(copy.digest) for copy in copies))
+
+
+def gpu_demand(ledger: Ledger, adapter_ids: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """What these adapters take on the GPU together, and the most that there can be, by unit.
+
+    ``{"slots": (needed, limit), "pages": (needed, limit)}``, of those whose content is known. Call
+    with the cache's lock held.
+    """
+    gpu = ledger.gpu
+    found = [ledger.catalog.get(adapter_id) for adapter_id in adapter_ids]
+    # By content: two ids of one content share a copy.
+    pages = {known.digest: gpu.shape.pages_for(known.elements) for known in found if known}
+    return {
+        "slots": (len(pages), gpu.slots.num_pages),
+        "pages": (sum(pages.values()), gpu.adapter_limit),
+    }

@@ -123,6 +123,35 @@ def test_the_lines_about_formats_run(library: Path, capsys: pytest.CaptureFixtur
     assert names["options"].ignored_config_keys == {"use_foo"}
 
 
+def save_base(folder: Path) -> None:
+    """A Llama of random weights with a tokenizer of a few words."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**json.loads(CONFIG.read_text()))).to(
+        torch.bfloat16
+    ).save_pretrained(folder)
+    words = ["<pad>", "list", "the", "users", "orders", "say", "hello"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>"
+    ).save_pretrained(folder)
+
+
+def test_the_ten_minutes_with_transformers_run(library: Path) -> None:
+    save_base(library / "base")
+    (block,) = blocks(ROOT / "docs/transformers.md")
+    block = block.replace("4 << 30", "4 << 20").replace("16 << 30", "16 << 20")
+    names: dict[str, Any] = {}
+    exec(compile(block, "transformers.md", "exec"), names)
+    assert len(names["tokens"]) == 3
+    base = names["model"](**names["inputs"]).logits
+    assert names["logits"].shape == base.shape
+    assert not torch.equal(names["logits"], base)
+
+
 def test_the_lines_about_converting_run(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = library / "trained/sql-v3"
     source.mkdir(parents=True)

@@ -28,6 +28,7 @@ __all__ = [
     "LINEAR",
     "MORE_FAMILIES",
     "Linear",
+    "SIZES",
     "NotLoadable",
     "base_model",
     "forwards",
@@ -177,10 +178,12 @@ def quiet() -> Iterator[None]:
 @functools.cache
 def _made(family: str) -> nn.Module:
     config = (FAMILIES.get(family) or MORE_FAMILIES[family])()
-    if family == "llava":
-        model = transformers.LlavaForConditionalGeneration(config)
-    else:
-        model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if family == "llava":
+            model = transformers.LlavaForConditionalGeneration(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.requires_grad_(False).parameters():  # exact in bfloat16 and float16
         parameter.copy_((parameter * 128).round().clamp(-255, 255) / 128)
     return model.eval()
