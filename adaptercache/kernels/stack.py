@@ -60,6 +60,7 @@ class LoraStack:
     that read them.
     """
 
+    @torch.inference_mode(False)  # else only that mode could write to what is made
     def __init__(
         self,
         layout: LoraLayout,
@@ -202,18 +203,23 @@ class LoraStack:
         """
         sums, zeros = self._scratch[-1]
         if sums.numel() < numel or zeros.numel() < counters:
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "LoRA scratch is too small: call warmup, or run this batch once, then capture"
-                )
-            if sums.numel() < numel:
-                size = max(numel, 2 * sums.numel())
-                sums = torch.empty(size, dtype=torch.float32, device=self.device)
-            if zeros.numel() < counters:
-                size = max(counters, 2 * zeros.numel())
-                zeros = torch.zeros(size, dtype=torch.int32, device=self.device)
-            self._scratch.append((sums, zeros))
-        return sums, zeros
+            self._grow_scratch(numel, counters)
+        return self._scratch[-1]
+
+    @torch.inference_mode(False)
+    def _grow_scratch(self, numel: int, counters: int) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "LoRA scratch is too small: call warmup, or run this batch once, then capture"
+            )
+        sums, zeros = self._scratch[-1]
+        if sums.numel() < numel:
+            size = max(numel, 2 * sums.numel())
+            sums = torch.empty(size, dtype=torch.float32, device=self.device)
+        if zeros.numel() < counters:
+            size = max(counters, 2 * zeros.numel())
+            zeros = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self._scratch.append((sums, zeros))
 
     def row(self, spec: VectorSpec, pages: Sequence[int]) -> Tensor:
         """The row of ``table`` for an adapter in these pages: ``int32 [row]`` in CPU memory."""

@@ -19,6 +19,7 @@ class WorkBuffer:
     Not thread-safe: a step is launched by one thread.
     """
 
+    @torch.inference_mode(False)  # else only that mode could write to what is made
     def __init__(self, numel: int, device: torch.device) -> None:
         self.tensor = torch.zeros(numel, dtype=torch.int32, device=device)
         self.owner: object = None
@@ -35,7 +36,9 @@ class WorkBuffer:
         if self._sent and self._sent[0][1].query():
             staged, read = self._sent.popleft()
         else:
-            staged, read = torch.empty_like(new, pin_memory=True), torch.cuda.Event()
+            with torch.inference_mode(False):
+                staged = torch.empty(len(numbers), dtype=torch.int32, pin_memory=True)
+            read = torch.cuda.Event()
         staged.copy_(new)
         self.tensor.copy_(staged, non_blocking=True)
         read.record()

@@ -68,6 +68,7 @@ class GpuTier:
             )
         return self._memory
 
+    @torch.inference_mode(False)  # else only that mode could write to what is made
     def restore(self) -> None:
         """Allocate arena and tables, at new addresses, unless they are there.
 
