@@ -61,12 +61,42 @@ def test_64_mixed_requests_give_pefts_tokens_while_memory_is_short(world: World)
         assert tokens == expected, (job.name, request[0])
         assert reason == ("length" if len(expected) == request[2] else "stop")
     # The memory was short on every side, and all of it was used.
-    assert stats.evictions[Tier.GPU, "room"] > 5
-    assert stats.evictions[Tier.GPU, "kv"] > 0
+    assert sum(n for (tier, _), n in stats.evictions.items() if tier is Tier.GPU) > 5
     assert counts["preempted"] > 0
     assert counts["deferred_loading"] > 0
     assert counts["deferred_max_adapters"] + counts["deferred_room"] > 0
     assert counts["prefix_hit_tokens"] > 0
+
+
+def test_kv_takes_the_room_of_adapters_that_nobody_uses(world: World) -> None:
+    pages = 2 * world.pages_of_the_largest + 160 // BLOCK + 1
+    with world.engine(pages=pages, max_adapters=2, max_context=160) as engine:
+        for adapter_id in ("adapter-13", "adapter-15"):  # of rank 64: they fill the arena
+            assert outcome(ask(engine, adapter_id, [1], 2))[0] == world.expected(adapter_id, [1], 2)
+        prompts = [[number] * 40 for number in range(10)]
+        jobs = [ask(engine, None, prompt, 60) for prompt in prompts]
+        for job, prompt in zip(jobs, prompts, strict=True):
+            assert outcome(job)[0] == world.expected(None, prompt, 60)
+        assert engine.cache.stats().evictions[Tier.GPU, "kv"] > 0
+        assert outcome(ask(engine, "adapter-13", [1], 2))[0] == world.expected("adapter-13", [1], 2)
+
+
+def test_a_preempted_request_goes_on_with_the_weights_that_it_began_with(tmp_path: Path) -> None:
+    world = World(tmp_path, 16)
+    pages = world.pages_of_the_largest + 160 // BLOCK + 1
+    prompts = [[number] * 40 for number in range(12)]
+    old = [world.expected("adapter-07", prompt, 60) for prompt in prompts]
+    with world.engine(pages=pages, max_adapters=1, max_context=160) as engine:
+        jobs = [ask(engine, "adapter-07", prompt, 60) for prompt in prompts]
+        assert settle(lambda: engine.counts["preempted"] > 0)
+        began = [job.num_generated > 0 for job in jobs]
+        world.publish("adapter-07", seed=9)
+        engine.cache.refresh("adapter-07").result(30)
+        got = [outcome(job)[0] for job in jobs]
+    new = [world.expected("adapter-07", prompt, 60) for prompt in prompts]
+    assert any(began)
+    for was_running, tokens, before, after in zip(began, got, old, new, strict=True):
+        assert tokens == before or (tokens == after and not was_running)
 
 
 def test_a_prefix_is_hit_on_the_same_adapter_and_never_on_another(world: World) -> None:
