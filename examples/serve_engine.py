@@ -92,6 +92,7 @@ class Engine:
     def republished(self, adapter_id: str, old: Digest, new: Digest) -> None:
         """The hook for ``AdapterCache(on_revision=…)``."""
         self._superseded.append(old)
+        self._news.set()
 
     def close(self) -> None:
         """Stop after the step under way; whoever is not done gets CacheClosed."""

@@ -90,8 +90,13 @@ class Blocks:
         return len(pages)
 
     def forget(self, digest: Digest) -> None:
-        """Idle blocks of weights that no adapter id stands for any more can't be hit again."""
+        """No adapter id stands for these weights any more: what they computed can't be hit again.
+        Idle blocks go at once; those in use stay their users' own."""
         self._free([page for page in self._idle if self._blocks[page].digest == digest])
+        for block in self._blocks.values():
+            if block.digest == digest and block.key is not None:
+                del self._by_key[block.key]
+                block.key = None
 
     def _free(self, pages: Iterable[int]) -> None:
         pages = list(pages)

@@ -160,6 +160,18 @@ def test_a_republished_adapter_is_new_for_new_requests_and_old_for_running_ones(
         assert again.cached == 2 * BLOCK
 
 
+def test_what_old_weights_computed_is_dropped_when_they_are_superseded(tmp_path: Path) -> None:
+    world = World(tmp_path, 1)
+    with world.engine(pages=600) as engine:
+        outcome(ask(engine, "adapter-00", [3] * 40, 2))
+        outcome(ask(engine, None, [3] * 40, 2))
+        assert settle(lambda: engine.blocks.num_idle == 4)
+        world.publish("adapter-00", seed=5)
+        engine.cache.refresh("adapter-00").result(30)
+        assert settle(lambda: engine.blocks.num_idle == 2)
+        assert settle(lambda: is_idle(engine))
+
+
 @pytest.mark.parametrize("after", ["admission", "submission"])
 def test_an_aborted_job_gives_everything_back(world: World, after: str) -> None:
     with world.engine(pages=600) as engine:
