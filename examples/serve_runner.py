@@ -46,6 +46,8 @@ class Runner:
         self._pages = cache.pages
         self._has_graphs = model.device.type == "cuda"
         self._graphs: dict[tuple[int, int, int], Captured] = {}
+        # All graphs share their memory: one runs at a time, and its logits are read at once.
+        self._pool = torch.cuda.graph_pool_handle() if self._has_graphs else None
         pages = cache.pages.allocate(1)
         assert pages is not None, "nothing else has pages yet"
         self._spare = pages[0]
@@ -84,7 +86,7 @@ class Runner:
             logits = self._model(rows, lora if rank_class else None)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self._pool):
                 written = self._model(rows, lora if rank_class else None)
             self._graphs[key] = Captured(graph, rows, written)
             return logits

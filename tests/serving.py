@@ -66,9 +66,10 @@ class World:
 
     root: Path
     count: int
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        self.model = tiny_model()
+        self.model = tiny_model().to(self.device)
         self.base = BaseModel.from_model(self.model)
         self.ids = make_adapters(self.root, self.base, self.count)
         self.source = DirectorySource(self.root)

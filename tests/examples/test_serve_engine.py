@@ -18,6 +18,8 @@ pytest.importorskip("transformers")
 import serving
 from serving import World, ask, is_idle, outcome, random_prompt, settle
 
+from serve_runner import Runner
+
 BLOCK = 16
 
 
@@ -66,6 +68,44 @@ def test_64_mixed_requests_give_pefts_tokens_while_memory_is_short(world: World)
     assert counts["deferred_loading"] > 0
     assert counts["deferred_max_adapters"] + counts["deferred_room"] > 0
     assert counts["prefix_hit_tokens"] > 0
+
+
+def test_rows_that_pad_a_graph_change_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a graph's steps but the graph, which needs a GPU."""
+    replayed = []
+
+    def replay(runner: Any, rows: Any, lora: Any, rank_class: int) -> Any:
+        replayed.append((len(rows.tokens), rows.groups[0].tables.shape[1], rank_class))
+        return runner._model(rows, lora if rank_class else None)
+
+    monkeypatch.setattr(Runner, "_replay", replay)
+    with world.engine(pages=600) as engine:
+        engine._runner._has_graphs = True
+        ids = (None, "adapter-01", "adapter-13", "adapter-01", None)
+        jobs = [ask(engine, adapter_id, [7] * 40, 12 + 8 * n) for n, adapter_id in enumerate(ids)]
+        for job in jobs:
+            expected = world.expected(job.adapter_id, [7] * 40, job.max_tokens)
+            assert outcome(job)[0] == expected
+    rows, widths, classes = zip(*replayed, strict=True)
+    assert {1, 2, 4} <= set(rows) <= {1, 2, 4, 8}
+    assert set(widths) == {8}
+    assert {0, 16, 64} >= set(classes) > {0}
+
+
+@pytest.mark.gpu
+def test_graphs_on_a_gpu_give_pefts_tokens(tmp_path: Path) -> None:
+    world = World(tmp_path, 16, device="cuda")
+    rng = random.Random(11)
+    requests = [(rng.choice([None, *world.ids]), random_prompt(rng), 24) for _ in range(48)]
+    pages = 4 * world.pages_of_the_largest + 160 // BLOCK + 1
+    with world.engine(pages=pages, max_adapters=4, max_context=160) as engine:
+        jobs = [ask(engine, *request) for request in requests]
+        got = [outcome(job, 300)[0] for job in jobs]
+        assert len(engine._runner._graphs) > 3
+        assert engine.counts["steps"] > 3 * len(engine._runner._graphs)
+    assert got == [world.expected(*request) for request in requests]
 
 
 def test_kv_takes_the_room_of_adapters_that_nobody_uses(world: World) -> None:
