@@ -38,7 +38,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from adaptercache import AdapterCache, AdapterCacheError, BaseModel, DirectorySource, LoraLayout
+from adaptercache import (
+    AdapterCache,
+    AdapterCacheError,
+    BaseModel,
+    DirectorySource,
+    LoraLayout,
+    Source,
+)
 from adaptercache.metrics import PrometheusCollector
 from serve_engine import Engine
 from serve_http import Server, Service
@@ -53,7 +60,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"),
 @contextmanager
 def build(
     model: Any,
-    source: DirectorySource,
+    source: Source,
     settings: Settings,
     *,
     gpu_bytes: int,
@@ -123,7 +130,7 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(f"serve_{name}", text, engine.counts[name])
 
 
-def service_of(engine: Engine, source: DirectorySource, tokenizer: Any, base_name: str) -> Service:
+def service_of(engine: Engine, source: Source, tokenizer: Any, base_name: str) -> Service:
     registry = CollectorRegistry()
     registry.register(PrometheusCollector(engine.cache))
     registry.register(EngineCollector(engine))

@@ -167,13 +167,15 @@ class Engine:
         self._make_room(admission.pages_wanted, admission.reasons)
 
     def _make_room(self, pages_wanted: int, reasons: Mapping[str, str]) -> None:
-        """Idle KV goes for the first request that lacks pages, or for a cold adapter."""
-        for name, job in self._waiting.items():
-            if reasons.get(name) == "kv_pages":
-                pages_wanted = max(pages_wanted, self._pages_for(len(job.tokens)))
-                break
+        """Idle KV goes for the first request that lacks pages, and for cold adapters: the cache
+        says what the first of them lacks, and those that come next will lack as much."""
+        cold = {self._waiting[name].adapter_id for name, why in reasons.items() if why == "room"}
+        pages_wanted *= min(len(cold), self.settings.max_adapters)
+        first = next((name for name, why in reasons.items() if why == "kv_pages"), None)
+        if first is not None:
+            pages_wanted = max(pages_wanted, self._pages_for(len(self._waiting[first].tokens)))
         self.blocks.give_back(pages_wanted)
-        self.counts.update(f"deferred_{reason}" for reason in reasons.values())
+        self.counts.update(f"deferred_{why}" for why in reasons.values())
 
     def _request(self, job: Job) -> Request:
         """A request takes its whole prompt's blocks when it is admitted, fewer after a prefix hit,
@@ -185,8 +187,7 @@ class Engine:
         if not self._begin(job):
             job.lease = None
             return False
-        del self._waiting[job.name]
-        self._running.append(job)
+        self._running.append(self._waiting.pop(job.name))
         return True
 
     def _begin(self, job: Job) -> bool:

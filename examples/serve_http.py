@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from adaptercache import AdapterNotFound, CacheClosed, DirectorySource, LoadFailed
+from adaptercache import AdapterNotFound, CacheClosed, LoadFailed, Source
 from adaptercache.errors import AdapterCacheError
 from serve_engine import Engine
 from serve_job import Finished, Job, Overloaded
@@ -39,7 +39,7 @@ class Service(NamedTuple):
     """What the handlers need."""
 
     engine: Engine
-    source: DirectorySource
+    source: Source
     tokenizer: Any
     base_name: str
     registry: CollectorRegistry
