@@ -188,6 +188,8 @@ def workload(
         ids = list(source.ids())
         with metered(model, source, shape, settings_of(shape, 32)) as (engine, meter):
             bring_up(engine, ids, Tier.HOST)
+            copies = engine.cache.stats().resident_adapters[Tier.HOST]
+            assert copies == count, f"{count} adapters have only {copies} different contents"
             gate(engine, ids, vocab)
             for skew in skews:
                 for kind in ("saturated", "offered"):

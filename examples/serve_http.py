@@ -15,6 +15,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ __all__ = ["Server", "Service"]
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # how often a connection is looked at
+REFRESH_S = 60
 MAX_BODY = 4 << 20
 
 
@@ -54,7 +56,7 @@ def status_of(error: Exception) -> tuple[HTTPStatus, str]:
             return HTTPStatus.NOT_FOUND, "model_not_found"
         case Overloaded():
             return HTTPStatus.TOO_MANY_REQUESTS, "overloaded"
-        case LoadFailed() | CacheClosed() | TimeoutError():  # may go well later, or elsewhere
+        case LoadFailed() | CacheClosed():  # may go well later, or elsewhere
             return HTTPStatus.SERVICE_UNAVAILABLE, "unavailable"
         case AdapterCacheError():  # AdapterInvalid, AdapterUnsupported, CapacityError: never will
             return HTTPStatus.UNPROCESSABLE_ENTITY, type(error).__name__
@@ -72,6 +74,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], service: Service) -> None:
         self.service = service
         super().__init__(address, Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("%s has gone", client_address, exc_info=True)  # the rest is answered, with a log
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -124,7 +129,10 @@ class Handler(BaseHTTPRequestHandler):
         adapter_id = self._body().get("model")
         if not isinstance(adapter_id, str):
             raise BadRequest("model: the id of an adapter")
-        key = self.server.service.engine.cache.refresh(adapter_id).result(timeout=60)
+        future = self.server.service.engine.cache.refresh(adapter_id)
+        if not wait([future], REFRESH_S).done:
+            raise LoadFailed(f"not there after {REFRESH_S} s; it goes on", adapter_id=adapter_id)
+        key = future.result()
         self._send_json({"model": key.adapter_id, "revision": key.revision})
 
     # -- completions

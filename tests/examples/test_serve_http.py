@@ -227,6 +227,22 @@ def test_neutral_fields_of_openai_are_taken(shared: tuple[Client, Any]) -> None:
     assert shared[0].complete("base", "x", 2, **fields)[0] == 200
 
 
+def test_refresh_tells_what_became_of_it(tmp_path: Path) -> None:
+    world = World(tmp_path, 2)
+    with served(world, pages=600) as (client, _):
+        old = tokens_of(client.complete("adapter-00", [1, 2], 8)[1])
+        world.publish("adapter-00", seed=3)
+        status, answer = client.post("/v1/refresh", {"model": "adapter-00"})
+        assert (status, answer["model"]) == (200, "adapter-00")
+        new = tokens_of(client.complete("adapter-00", [1, 2], 8)[1])
+        assert new == world.expected("adapter-00", [1, 2], 8) != old
+        world.break_weights("adapter-00")  # what is served stays, and its owner is told
+        assert client.post("/v1/refresh", {"model": "adapter-00"})[0] == 422
+        assert tokens_of(client.complete("adapter-00", [1, 2], 8)[1]) == new
+        assert client.post("/v1/refresh", {"model": "nobody"})[0] == 404
+        assert client.post("/v1/refresh", {})[0] == 400
+
+
 def test_overload_is_429(world: World) -> None:
     with served(world, pages=600, max_waiting=1, max_running=1, max_context=256) as (
         client,
