@@ -11,12 +11,12 @@ docs/embedding.md does:
     serve.py         `build`: layout, cache, model, engine
     serve_engine.py  a step: admit, schedule, compute, advance
     serve_kv.py      KV blocks out of the arena that adapters share; the prefix cache
-    serve_model.py   paged KV, and `add_lora`, in a layer
+    serve_model.py   paged KV, and `add_lora`, in a layer; serve_attention.py and serve_decode.py
     serve_runner.py  a step's tensors; CUDA graphs
     serve_http.py    statuses, streams, and clients that go away
 
-What it leaves out, to be read in an hour: several GPUs, speculative decoding, a paged attention
-kernel, chat templates, and all of OpenAI's parameters but those in serve_request.py.
+What it leaves out, to be read in an hour: several GPUs, speculative decoding, chat templates, and
+all of OpenAI's parameters but those in serve_request.py.
 """
 
 from __future__ import annotations

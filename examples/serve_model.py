@@ -7,16 +7,16 @@ attention finds them, and a call of `add_lora` behind each group of projections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from adaptercache import AdapterCache, KVLayout
 from adaptercache.kernels import LoraBatch, add_lora
+from serve_attention import attend
 
 __all__ = ["Group", "PagedLlama", "Rows", "kv_layout"]
 
@@ -49,11 +49,11 @@ class Group:
     that decode are one group with Q = 1; every chunk of a prompt is one with B = 1.
 
     ``tables [B, blocks]``: the sequences' pages, in order, and any page beyond their end.
+    ``positions [B, Q]``: a view of the rows' own.
     """
 
-    batch: int
-    queries: int
     tables: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,9 @@ class PagedLlama:
         """Logits ``[n, vocab]`` of the ``last`` rows. ``lora`` None: nobody has an adapter."""
         x = self._model.embed_tokens(rows.tokens)
         cos, sin = self._cos[rows.positions], self._sin[rows.positions]
-        spans = list(_spans(rows, self._kv[0].shape[2]))
         for number, layer in enumerate(self._layers):
             normed = layer.input_layernorm(x)
-            x = x + self._attention(number, layer.self_attn, normed, (cos, sin), rows, spans, lora)
+            x = x + self._attention(number, layer.self_attn, normed, (cos, sin), rows, lora)
             x = x + self._mlp(number, layer.mlp, layer.post_attention_layernorm(x), lora)
         return self._lm_head(self._model.norm(x[rows.last])).float()  # type: ignore[no-any-return]
 
@@ -114,7 +113,6 @@ class PagedLlama:
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         rows: Rows,
-        spans: list[Span],
         lora: LoraBatch | None,
     ) -> Tensor:
         q, k, v = self._project(
@@ -126,7 +124,11 @@ class PagedLlama:
         # First all new keys and values go to their blocks: a chunk attends to itself, too.
         view[rows.pages, 0, rows.offsets] = k
         view[rows.pages, 1, rows.offsets] = v
-        outputs = [_attend(part, view, span) for part, span in _parts(q, spans)]
+        sizes = [group.positions.numel() for group in rows.groups]
+        outputs = [
+            attend(part, view, group.tables, group.positions)
+            for part, group in zip(q.split(sizes), rows.groups, strict=True)
+        ]
         (y,) = self._project(number, torch.cat(outputs), lora, o_proj=attn.o_proj)
         return y
 
@@ -144,56 +146,3 @@ class PagedLlama:
         if lora is not None and names:
             add_lora([outputs[name] for name in names], x, lora, names, layer=number)
         return tuple(outputs.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a group's rows see: ``seen [B, 1, Q, L]``, and ``beyond [B, L]``: no token is there."""
-
-    group: Group
-    seen: Tensor
-    beyond: Tensor
-
-
-def _spans(rows: Rows, block_size: int) -> Iterator[Span]:
-    """The same in every layer, so it is made once a step."""
-    start = 0
-    for group in rows.groups:
-        count = group.batch * group.queries
-        positions = rows.positions[start : start + count].view(group.batch, group.queries, 1)
-        start += count
-        at = torch.arange(group.tables.shape[1] * block_size, device=positions.device)
-        yield Span(group, (at <= positions)[:, None], at > positions[:, -1])
-
-
-def _parts(q: Tensor, spans: list[Span]) -> Iterator[tuple[Tensor, Span]]:
-    sizes = [span.group.batch * span.group.queries for span in spans]
-    yield from zip(q.split(sizes), spans, strict=True)
-
-
-def _attend(q: Tensor, view: Tensor, span: Span) -> Tensor:
-    """Attention of ``q [B·Q, heads, head_dim]`` over the blocks: ``[B·Q, heads·head_dim]``.
-
-    Plain torch, which gathers the blocks first. An engine calls its paged kernel here, with the
-    same view and the same tables.
-    """
-    _, heads, head_dim = q.shape
-    kv_heads = view.shape[3]
-    batch, queries = span.group.batch, span.group.queries
-    blocks = view[span.group.tables]  # [B, blocks, 2, block_size, kv_heads, head_dim]
-    k, v = blocks.permute(2, 0, 4, 1, 3, 5).reshape(2, batch, kv_heads, -1, head_dim)
-    # Where no token has been written yet, the page holds what its last owner left, an adapter
-    # perhaps: read as KV it may be NaN, and 0 · NaN is NaN.
-    beyond = span.beyond[:, None, :, None]
-    k, v = k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
-    # The heads that share a key/value head stand side by side, as more queries of it.
-    shared = heads // kv_heads
-    q = q.view(batch, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
-    y = scaled_dot_product_attention(
-        q.reshape(batch, kv_heads, shared * queries, head_dim),
-        k,
-        v,
-        attn_mask=span.seen.repeat(1, 1, shared, 1),
-    )
-    y = y.view(batch, kv_heads, shared, queries, head_dim).permute(0, 3, 1, 2, 4)
-    return y.reshape(batch * queries, heads * head_dim)

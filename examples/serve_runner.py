@@ -86,7 +86,8 @@ class Runner:
             logits = self._model(rows, lora if rank_class else None)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # "thread_local": the cache's threads go on allocating and copying meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 written = self._model(rows, lora if rank_class else None)
             self._graphs[key] = Captured(graph, rows, written)
             return logits
@@ -114,27 +115,32 @@ class Runner:
             pages += [self._spare] * missing
             last += range(len(work), padded)
             decoding += [[self._spare]] * missing
-        groups = [self._group(decoding, 1, padded is not None)] if decoding else []
-        for job, count in work:
+        at = self._tensor(positions)
+        groups = []
+        if decoding:
+            groups.append(
+                Group(self._tables(decoding, padded is not None), at[: len(decoding), None])
+            )
+        for (job, count), end in zip(work, last, strict=False):
             if job.num_pending > 1:
                 blocks = -(-(job.computed + count) // self.block_size)
-                groups.append(self._group([job.pages[:blocks]], count))
+                tables = self._tables([job.pages[:blocks]])
+                groups.append(Group(tables, at[None, end + 1 - count : end + 1]))
         return Rows(
             self._tensor(tokens),
-            self._tensor(positions),
+            at,
             self._tensor(pages),
             self._tensor([position % self.block_size for position in positions]),
             self._tensor(last),
             tuple(groups),
         )
 
-    def _group(self, tables: list[list[int]], queries: int, is_graph: bool = False) -> Group:
-        """Tables of one width. Of a graph it is a power of two, so that there are few."""
+    def _tables(self, tables: list[list[int]], is_graph: bool = False) -> Tensor:
+        """Of one width. A graph's is a power of two, so that there are few graphs."""
         width = max(map(len, tables))
         if is_graph:
             width = max(8, 1 << (width - 1).bit_length())
-        filled = [table + [table[0]] * (width - len(table)) for table in tables]
-        return Group(len(tables), queries, self._tensor(filled))
+        return self._tensor([table + [table[0]] * (width - len(table)) for table in tables])
 
     def _tensor(self, numbers: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._model.device)
