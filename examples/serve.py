@@ -222,11 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     max_rank=args.max_rank,
                 )
             )
+            service = service_of(engine, source, tokenizer, args.name)
+            server = stack.enter_context(serving(service, args.host, args.port))
         except (AdapterCacheError, OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        service = service_of(engine, source, tokenizer, args.name)
-        server = stack.enter_context(serving(service, args.host, args.port))
         host, port = server.server_address[:2]
         print(f"serving on http://{host!s}:{port}, {device}", flush=True)
         stop = threading.Event()

@@ -461,6 +461,13 @@ def test_the_command_serves_and_ends_at_sigterm(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "temporary files are left"
 
 
+def test_the_command_names_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main(["--device", "cpu", "--count", "1", "--port", str(port)]) == 2
+    assert "Address already in use" in capsys.readouterr().err
+
+
 def test_the_command_names_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--device", "cpu", "--gpu-mib", "1", "--count", "1"]) == 2
     assert capsys.readouterr().err.startswith("error: the arena has 128 pages, and ")
