@@ -19,8 +19,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -117,15 +116,15 @@ def decode(model: Any, shape: Shape, steps: int) -> Cases:
             seconds = meter.step_seconds(ROWS)[8:]
             if len(seconds) < 4:
                 raise RuntimeError(f"only {len(seconds)} steps had {ROWS} rows")
-            cases[f"decode/{ROWS} rows, {distinct} adapters"] = {
+            cases[f"{ROWS} rows, {distinct} adapters"] = {
                 **record.spread(seconds),
                 "steps": len(seconds),
                 "adapter_bytes": distinct * source.bytes_each,
             }
-    alone = cases[f"decode/{ROWS} rows, 0 adapters"]["us"]
+    alone = cases[f"{ROWS} rows, 0 adapters"]["us"]
     for name, case in cases.items():
         case["added_us"] = round(case["us"] - alone, 2)  # type: ignore[operator]
-        print(f"{name:34} {case['us']:>10} µs a step, {case['added_us']:>9} for LoRA", flush=True)
+        print(f"{name:28} {case['us']:>10} µs a step, {case['added_us']:>9} for LoRA", flush=True)
     return cases
 
 
@@ -149,6 +148,7 @@ def figures(asked: Sequence[Asked], before: Stats, after: Stats, meter: Meter) -
         "gpu_evictions": sum(after.evictions.values()) - sum(before.evictions.values()),
         "rows_per_step": round(statistics.fmean(step.rows for step in meter.steps), 2),
         "adapters_per_step": round(statistics.fmean(step.adapters for step in meter.steps), 2),
+        "steps": len(meter.steps),
         "seconds": round(wall, 2),
     }
 
@@ -180,68 +180,81 @@ def workload(
     """Saturation, then the offered load, for each number of adapters and each skew."""
     base, vocab = BaseModel.from_model(model), model.config.vocab_size
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    rate_of: dict[float, float] = {}
+    saturated_at: dict[float, float] = {}  # by skew: of the fewest adapters
     bytes_per_s = bandwidth() if shape.device.type == "cuda" else None
     cases: Cases = {}
     for count in counts:
         source = VariedSource(base, SERVE_RANK, count, model.dtype)
         ids = list(source.ids())
-        with metered(model, source, shape, settings_of(shape, 32)) as (engine, meter):
+        with metered(model, source, shape, settings_of(shape, ROWS)) as (engine, meter):
             bring_up(engine, ids, Tier.HOST)
             copies = engine.cache.stats().resident_adapters[Tier.HOST]
             assert copies == count, f"{count} adapters have only {copies} different contents"
             gate(engine, ids, vocab)
+            serve(engine, meter, shape, Load("warm-up", 1.0, None, 2 * ROWS), ids, vocab)
             for skew in skews:
-                for kind in ("saturated", "offered"):
-                    rate = LOAD * rate_of.get(skew, 1.0)
-                    arrivals = drawn(shape, skew, rate, requests, ids)
-                    prompts = [prompt_of(arrival, vocab) for arrival in arrivals]
-                    meter.steps.clear()
-                    before = engine.cache.stats()
-                    asked = run(engine, arrivals, prompts, at_once=kind == "saturated")
-                    case = figures(asked, before, engine.cache.stats(), meter)
-                    if kind == "saturated":
-                        rate_of.setdefault(skew, float(str(case["requests_per_s"])))
-                        if bytes_per_s is not None:
-                            case |= predicted(case, weights, source.bytes_each, bytes_per_s)
-                    else:
-                        case["offered_per_s"] = round(rate, 3)
-                    name = f"workload/{count} adapters, skew {skew}, {kind}"
-                    cases[name] = case
-                    print(f"{name:44} {line(case)}", flush=True)
+                load = Load("saturated", skew, None, requests)
+                case = serve(engine, meter, shape, load, ids, vocab)
+                rate = saturated_at.setdefault(skew, float(str(case["requests_per_s"])))
+                if bytes_per_s is not None:
+                    case |= predicted(case, weights, source.bytes_each, bytes_per_s)
+                cases[f"{count} adapters, skew {skew}, saturated"] = case
+                load = Load("offered", skew, LOAD * rate, requests)
+                case = serve(engine, meter, shape, load, ids, vocab)
+                case["offered_per_s"] = round(LOAD * rate, 3)
+                cases[f"{count} adapters, skew {skew}, offered"] = case
+                for name in list(cases)[-2:]:
+                    print(f"{name:36} {line(cases[name])}", flush=True)
     return cases
 
 
-def drawn(
-    shape: Shape, skew: float, rate: float, requests: int, ids: Sequence[str]
-) -> list[Arrival]:
+class Load(NamedTuple):
+    """Requests, by S-LoRA's law; ``rate`` None: all at once."""
+
+    name: str
+    skew: float
+    rate: float | None
+    requests: int
+
+
+def serve(
+    engine: Engine, meter: Meter, shape: Shape, load: Load, ids: Sequence[str], vocab: int
+) -> dict[str, object]:
+    """Serve a load; its figures."""
+    arrivals = drawn(shape, load, ids)
+    # Every prompt is its own, in every load: no prefix is shared.
+    rng = random.Random(f"{load.name} {load.skew}")
+    prompts = [[rng.randrange(vocab) for _ in range(a.prompt_tokens)] for a in arrivals]
+    meter.steps.clear()
+    before = engine.cache.stats()
+    asked = run(engine, arrivals, prompts, at_once=load.rate is None)
+    return figures(asked, before, engine.cache.stats(), meter)
+
+
+def drawn(shape: Shape, load: Load, ids: Sequence[str]) -> list[Arrival]:
     """S-LoRA's arrivals, with the lengths of the shape."""
     rng = random.Random(3)
-    law = Workload("slora", requests, rate, cv=1.0, alpha=skew, base_share=0.0, seed=3)
+    options: dict[str, Any] = {"cv": 1.0, "alpha": load.skew, "base_share": 0.0, "seed": 3}
     return [
         replace(
             arrival,
             prompt_tokens=rng.randint(*shape.prompt_tokens),
             output_tokens=rng.randint(*shape.output_tokens),
         )
-        for arrival in draw(law, ids)
+        for arrival in draw(Workload("slora", load.requests, load.rate or 1.0, **options), ids)
     ]
-
-
-def prompt_of(arrival: Arrival, vocab: int) -> list[int]:
-    """Tokens of its own, so that no prefix is shared."""
-    rng = random.Random(arrival.number)
-    return [rng.randrange(vocab) for _ in range(arrival.prompt_tokens)]
 
 
 def predicted(
     case: Mapping[str, Any], weights: int, each: int, bytes_per_s: float
 ) -> dict[str, object]:
-    """Tokens a second if a step took what reading its weights takes."""
+    """Rows a second if a step took what reading its weights takes, and what share that we reach."""
     step_s = (weights + case["adapters_per_step"] * each) / bytes_per_s
-    tokens = case["rows_per_step"] / step_s
+    rows_per_s = case["steps"] * case["rows_per_step"] / case["seconds"]
     return {
-        "predicted_rows_per_s": round(tokens, 1),
+        "rows_per_s": round(rows_per_s, 1),
+        "predicted_rows_per_s": round(case["rows_per_step"] / step_s, 1),
+        "of_predicted": round(rows_per_s * step_s / case["rows_per_step"], 3),
         "copy_GBps": round(bytes_per_s / 1e9, 1),
     }
 
@@ -263,17 +276,16 @@ def main() -> None:
     shape = Shape.of(device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # products as small as these take longer with more
-    model, cases = shape.model(), Cases()
+    on_gpu, model = device.type == "cuda", shape.model()
     if args.only != "workload":
-        cases |= decode(model, shape, 64 if args.quick else 256)
+        cases = decode(model, shape, 64 if args.quick else 256)
+        print(f"written to {record.write('serving_decode', cases, on_gpu=on_gpu)}")
     if args.only != "decode":
-        big = shape.name == "8B"
-        counts = [5, 100, 1000, 2000] if big else [5, 50, 200]
+        counts = [5, 100, 1000, 2000] if shape.name == "8B" else [5, 50, 200]
         counts = [counts[0], counts[-1]] if args.quick else counts
         skews = (0.3,) if args.quick else (0.1, 0.3, 1.0)
-        cases |= workload(model, shape, counts, skews, 200 if args.quick else 600)
-    path = record.write("serving", cases, on_gpu=device.type == "cuda")
-    print(f"written to {path.relative_to(Path.cwd())}")
+        cases = workload(model, shape, counts, skews, 200 if args.quick else 600)
+        print(f"written to {record.write('serving_workload', cases, on_gpu=on_gpu)}")
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ def metered(
         "host_bytes": shape.host_bytes,
         "host_block_bytes": shape.host_block_bytes,
         "max_rank": 16,
+        "disk_bytes": 16 << 30,  # of thousands of 8B's adapters: CPU memory holds them all
     } | options
     with serve.build(model, source, settings, **options) as engine:
         meter = Meter(engine._runner)
