@@ -207,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 make_adapters(root, BaseModel.from_model(model), args.count)
             source = DirectorySource(root)
             settings = Settings(
+                max_step_tokens=max(512, args.max_running),
                 max_adapters=args.max_adapters,
                 max_running=args.max_running,
                 max_context=args.max_context,

@@ -23,6 +23,15 @@ class Settings:
     max_waiting: int = 1024  # beyond it: Overloaded
     end_tokens: frozenset[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.max_step_tokens:
+            raise ValueError(
+                f"max_running {self.max_running}: 1 to {self.max_step_tokens} (max_step_tokens), "
+                "for each of them brings a token into a step"
+            )
+        if min(self.max_adapters, self.max_context, self.max_waiting) < 1:
+            raise ValueError(f"{self}: limits are 1 and more")
+
 
 class Overloaded(Exception):
     """Too many requests wait; try again later."""

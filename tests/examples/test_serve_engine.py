@@ -242,10 +242,12 @@ def test_a_seed_gives_the_same_tokens_in_any_company(world: World) -> None:
 
 
 def test_what_can_never_run_is_refused_at_once(world: World) -> None:
-    from serve_job import Overloaded
+    from serve_job import Overloaded, Settings
 
     with pytest.raises(ValueError, match="the arena has 100 pages"), world.engine(pages=100):
         pass
+    with pytest.raises(ValueError, match="max_running 64: 1 to 32"):
+        Settings(max_step_tokens=32)
     with world.engine(pages=600, max_context=64, max_waiting=2) as engine:
         for prompt, count in (([], 4), ([1] * 61, 4)):
             with pytest.raises(ValueError, match="at most 64"):
