@@ -15,13 +15,16 @@ GPU_BENCHES := $(filter-out %/bench_routing.py,$(sort $(wildcard benchmarks/benc
 export ADAPTERCACHE_TEST_S3 := required
 
 
-.PHONY: help demo test check bench soak gpu docs clean
+.PHONY: help demo serve test check bench soak gpu docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: .venv/runtime  ## the main job: adapters churn through a small cache (ARGS="--help" for more)
 	@$(VENV) examples/adapter_churn.py $(ARGS)
+
+serve: .venv/serve  ## the example engine over HTTP, with a tiny model (ARGS="--help" for more)
+	@exec $(VENV) examples/serve.py $(ARGS)
 
 test: check  ## the checks, then every test but the slow ones (ARGS="-k pages" for some)
 	@$(VENV) -m pytest $(ARGS)
@@ -63,6 +66,11 @@ $(VENV):
 .venv/runtime: $(VENV) pyproject.toml constraints.txt
 	@echo "setting up .venv: what adaptercache needs to run"
 	$(INSTALL) -e .
+	touch $@
+
+.venv/serve: .venv/runtime
+	@echo "setting up .venv: what the example engine needs"
+	$(INSTALL) -e '.[transformers]'
 	touch $@
 
 .venv/test: .venv/runtime

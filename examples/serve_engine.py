@@ -1,0 +1,300 @@
+"""The engine: continuous batching over one `AdapterCache`. Read `Engine.step` first.
+
+One thread has the model, the KV blocks and the queue to itself, and makes one step after the
+other. A step never waits for an adapter: who can't run yet stays in the queue, and the cache brings
+up what it needs meanwhile. Other threads only `submit` jobs, and abort them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Mapping
+
+import torch
+
+from adaptercache import AdapterCache, CacheClosed, Digest, Lease, Request, prefix_keys
+from serve_job import Finished, Job, Overloaded, Settings
+from serve_kv import Blocks, check_room
+from serve_runner import Runner
+
+__all__ = ["Engine"]
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs jobs until it is closed. `submit` and `close` may be called from any thread.
+
+    Args:
+        cache: with a KV layout; made with ``on_revision=`` `republished` of the engine, or without.
+        runner: computes a step's rows.
+        settings: the limits.
+
+    Raises:
+        ValueError: the arena can't hold one context beside a full set of adapters.
+    """
+
+    def __init__(self, cache: AdapterCache, runner: Runner, settings: Settings) -> None:
+        self.cache = cache
+        self.settings = settings
+        self.counts: Counter[str] = Counter()
+        self.blocks = Blocks(cache)
+        self._runner = runner
+        self._block_size = runner.block_size
+        check_room(cache, settings.max_adapters, settings.max_context)
+        self._arrived: deque[Job] = deque()  # other threads append
+        self._superseded: deque[Digest] = deque()  # likewise
+        self._waiting: dict[str, Job] = {}  # in order of arrival
+        self._preempted: deque[Job] = deque()  # in order of admission, before all who wait
+        self._running: list[Job] = []  # in order of admission
+        self._names = itertools.count()
+        self._news = threading.Event()
+        self._door = threading.Lock()  # nobody comes in behind the last look
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="serve-engine", daemon=True)
+
+    # -- what other threads call
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Let a job wait for its turn; what becomes of it is told to ``job.events``.
+
+        Raises:
+            ValueError: it can never run.
+            Overloaded: too many wait.
+            CacheClosed: the engine is closed, or has failed.
+        """
+        total = len(job.tokens) + job.max_tokens
+        if not job.tokens or total > self.settings.max_context:
+            raise ValueError(
+                f"{len(job.tokens)} tokens of prompt and max_tokens {job.max_tokens}: at least 1, "
+                f"and together at most {self.settings.max_context}"
+            )
+        with self._door:
+            if self._closed:
+                raise CacheClosed("the engine is closed")
+            if len(self._waiting) + len(self._arrived) >= self.settings.max_waiting:
+                raise Overloaded(f"{self.settings.max_waiting} requests wait")
+            job.name = f"r{next(self._names)}"
+            self._arrived.append(job)
+        self._news.set()
+
+    def abort(self, job: Job) -> None:
+        """Nobody waits for it any more. What it holds is given back before the next step."""
+        job.aborted = True
+        self._news.set()
+
+    def republished(self, adapter_id: str, old: Digest, new: Digest) -> None:
+        """The hook for ``AdapterCache(on_revision=…)``."""
+        self._superseded.append(old)
+        self._news.set()
+
+    def close(self) -> None:
+        """Stop after the step under way; whoever is not done gets CacheClosed."""
+        self._closed = True
+        self._news.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._closed and self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._arrived) + len(self._preempted)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    # -- the engine's thread
+
+    def step(self) -> bool:
+        """One step. False: there was nothing to compute."""
+        self._take_in()
+        self._admit()
+        work = self._schedule()
+        if not work:
+            return False
+        with self.cache.lora_batch(
+            [(job.lease, count) for job, count in work if job.lease is not None],
+            pad_to=self._runner.padded(work),
+        ) as lora:
+            chosen = self._runner(work, lora)
+        for (job, count), token in zip(work, chosen, strict=True):
+            self._advance(job, count, token)
+        self.counts["steps"] += 1
+        return True
+
+    def _take_in(self) -> None:
+        while self._arrived:
+            job = self._arrived.popleft()
+            self._waiting[job.name] = job
+        while self._superseded:
+            self.blocks.forget(self._superseded.popleft())
+        for job in [j for j in self._everybody() if j.aborted]:
+            self.counts["aborted"] += 1
+            self._remove(job)
+
+    def _admit(self) -> None:
+        """Preempted jobs come back first; then the cache says who of those that wait can join."""
+        while self._preempted and self._begin(self._preempted[0]):
+            self._running.append(self._preempted.popleft())
+        room = self.settings.max_running - len(self._running)
+        if self._preempted or not room:
+            # Nobody is admitted, but loads go on: a hint, for those who come next.
+            soon = itertools.islice(self._waiting.values(), self.settings.max_running)
+            self.cache.prefetch(job.adapter_id for job in soon)
+            return
+        admission = self.cache.admit(
+            [self._request(job) for job in self._waiting.values()],  # all: who is missing is gone
+            running=[(self._request(job), job.lease) for job in self._running if job.lease],
+            max_adapters=self.settings.max_adapters,
+        )
+        for request, error in admission.failed:  # that request's own error, nobody else's
+            self._waiting.pop(request.request_id).events.put(error)
+        for request, lease in admission.admitted:
+            if room and self._start(self._waiting[request.request_id], lease):
+                room -= 1
+            else:
+                lease.release()  # it goes on waiting, at its old place
+        self._make_room(admission.pages_wanted, admission.reasons)
+
+    def _make_room(self, pages_wanted: int, reasons: Mapping[str, str]) -> None:
+        """Idle KV goes for the first request that lacks pages, and for cold adapters: the cache
+        says what the first of them lacks, and those that come next will lack as much."""
+        cold = {self._waiting[name].adapter_id for name, why in reasons.items() if why == "room"}
+        pages_wanted *= min(len(cold), self.settings.max_adapters)
+        first = next((name for name, why in reasons.items() if why == "kv_pages"), None)
+        if first is not None:
+            pages_wanted = max(pages_wanted, self._pages_for(len(self._waiting[first].tokens)))
+        self.blocks.give_back(pages_wanted)
+        self.counts.update(f"deferred_{why}" for why in reasons.values())
+
+    def _request(self, job: Job) -> Request:
+        """A request takes its whole prompt's blocks when it is admitted, fewer after a prefix hit,
+        which can't be known before its adapter's digest is."""
+        return Request(job.name, job.adapter_id, 1, self._pages_for(len(job.tokens)))
+
+    def _start(self, job: Job, lease: Lease) -> bool:
+        job.lease = lease
+        if not self._begin(job):
+            job.lease = None
+            return False
+        self._running.append(self._waiting.pop(job.name))
+        return True
+
+    def _begin(self, job: Job) -> bool:
+        """Give a job the blocks of its tokens: those that the prefix cache has, and new ones."""
+        assert job.lease is not None
+        job.keys = prefix_keys(job.tokens, block_size=self._block_size, adapter=job.lease.digest)
+        # At least one token is computed, for its logits.
+        found = self.blocks.match(job.keys[: (len(job.tokens) - 1) // self._block_size])
+        rest = self.blocks.allocate(self._pages_for(len(job.tokens)) - len(found))
+        if rest is None:
+            self.blocks.release(found)
+            return False
+        job.pages = found + rest
+        job.computed = len(found) * self._block_size
+        job.cached = max(job.cached, job.computed if job.num_generated == 0 else 0)
+        self.counts["prefix_hit_tokens"] += job.computed
+        return True
+
+    def _schedule(self) -> list[tuple[Job, int]]:
+        """Who computes how many tokens: one for each that decodes, then chunks of prompts, until
+        the step is full. So a long prompt holds nobody up."""
+        decoding = [job for job in self._running if job.num_pending == 1]
+        work = [(job, 1) for job in decoding if self._grow(job)]
+        work = [(job, count) for job, count in work if job.pages]  # not preempted since
+        left = self.settings.max_step_tokens - len(work)
+        for job in self._running:
+            if job.num_pending > 1 and left > 0:
+                work.append((job, min(job.num_pending, left)))
+                left -= work[-1][1]
+        return work
+
+    def _grow(self, job: Job) -> bool:
+        """A block for the next token; the youngest make way. False: it has made way itself."""
+        while job.pages and len(job.pages) < self._pages_for(len(job.tokens)):
+            block = self.blocks.allocate(1)
+            if block is not None:
+                job.pages += block
+            else:
+                self._preempt(self._running[-1])
+        return bool(job.pages)
+
+    def _preempt(self, job: Job) -> None:
+        """It keeps its lease: tokens of it are out, and the rest must come from the same weights,
+        whatever is published meanwhile. Its full blocks stay in the prefix cache while they can."""
+        self._running.remove(job)
+        self._preempted.appendleft(job)
+        self.blocks.release(job.pages)
+        job.pages, job.computed = [], 0
+        self.counts["preempted"] += 1
+
+    def _advance(self, job: Job, count: int, token: int) -> None:
+        """A job's ``count`` tokens are computed; ``token`` came out behind the last of them."""
+        assert job.lease is not None
+        digest, size = job.lease.digest, self._block_size
+        before, job.computed = job.computed // size, job.computed + count
+        for index in range(before, job.computed // size):
+            if index == len(job.keys):  # generated tokens: the chain of keys goes on
+                block = job.tokens[index * size : (index + 1) * size]
+                parent = job.keys[-1] if job.keys else None
+                job.keys += prefix_keys(block, block_size=size, adapter=digest, parent=parent)
+            self.blocks.publish(job.pages[index], job.keys[index], digest)
+        if job.num_pending:
+            return  # in the middle of its prompt
+        job.tokens.append(token)
+        reason = "stop" if token in self.settings.end_tokens else None
+        if reason is None:
+            job.events.put(token)
+            self.counts["generated_tokens"] += 1
+            reason = "length" if job.num_generated == job.max_tokens else None
+        if reason is not None:
+            self._remove(job)
+            job.events.put(Finished(reason))
+
+    def _remove(self, job: Job) -> None:
+        """From wherever it is; all that it holds is given back."""
+        self._waiting.pop(job.name, None)
+        for place in (self._running, self._preempted):
+            if job in place:
+                place.remove(job)
+        self.blocks.release(job.pages)
+        job.pages = []
+        if job.lease is not None:
+            job.lease.release()
+
+    def _everybody(self) -> list[Job]:
+        return [*self._running, *self._preempted, *self._waiting.values()]
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        error: Exception = CacheClosed("the engine is closed")
+        try:
+            while not self._closed:
+                self._news.clear()
+                if not self.step():
+                    # A load that ends tells nobody; while somebody waits for one, look again.
+                    self._news.wait(0.001 if self._everybody() else None)
+        except Exception as failure:
+            log.exception("the engine has failed")
+            error = failure
+        finally:  # all that is held is given back
+            with self._door:
+                self._closed = True
+            for job in [*self._everybody(), *self._arrived]:
+                self._remove(job)
+                job.events.put(error)
+            self.blocks.give_back(self.blocks.num_idle)
+            self._runner.close()
