@@ -166,7 +166,7 @@ class _Admissions:
     def _look_at_each(self, requests: Sequence[Request]) -> None:
         waits, standings, standing_of = self._waits, self._standings, self._state.standing
         settled = self._state.settled()
-        deferred, reasons = self.deferred, self.reasons
+        deferred, reasons, cold = self.deferred, self.reasons, self.cold
         for request in requests:
             adapter_id = request.adapter_id
             reason = waits.get(adapter_id)
@@ -178,12 +178,13 @@ class _Admissions:
                     reason = None if standing.ready or standing.error else standing.reason
                 if reason is not None:
                     waits[adapter_id] = reason
-                    self.cold[adapter_id] = None
             if reason is None or (request.pipelined and self._is_coming(adapter_id)):
                 self._look_at(request)
             else:
                 deferred.append(request)
                 reasons[request.request_id] = reason
+                if adapter_id is not None:
+                    cold[adapter_id] = None
 
     def _is_coming(self, adapter_id: str | None) -> bool:
         standing = self._standings.get(adapter_id) if adapter_id is not None else None

@@ -32,6 +32,8 @@ class FakeState:
     idle: dict[bytes, int] = field(default_factory=dict)
     footprints: dict[bytes, Footprint] = field(default_factory=dict)
     placement: Placement = NOTHING
+    loads: tuple[Load, ...] = ()
+    too_late: frozenset[bytes] = frozenset()  # loads that no step can wait for
     asked: list[tuple[list[bytes], list[str], int]] = field(default_factory=list)
 
     def standing(self, adapter_id: str) -> Standing:
@@ -62,7 +64,10 @@ class FakeState:
         return placement.short
 
     def number(self, placement: Placement) -> tuple[Load, ...]:
-        return ()
+        return self.loads
+
+    def can_pipeline(self, load: Load) -> bool:
+        return load.digest not in self.too_late
 
 
 def requests(*adapter_ids: str | None, kv_pages: int = 0) -> list[Request]:
@@ -355,3 +360,49 @@ def test_near_ranks_are_a_preference_that_leaves_no_room_unused(
     adapters = {digest for _, digest in decision.admitted if digest is not None}
     if "max_adapters" in decision.reasons.values():
         assert len(adapters) == caps.adapters
+
+
+# Requests that are admitted while their adapter is still coming.
+
+
+def pipelined(*adapter_ids: str, kv_pages: int = 0) -> list[Request]:
+    return [
+        Request(f"p{n}", key, kv_pages=kv_pages, pipelined=True)
+        for n, key in enumerate(adapter_ids)
+    ]
+
+
+COMING = READY | {"y": Standing(b"y", coming=True)}
+
+
+def test_who_can_wait_layer_by_layer_joins_while_its_adapter_comes() -> None:
+    waiting = [*requests("y", "a"), *pipelined("y")]
+    decision = plan(waiting, FakeState(COMING))
+    assert admitted(decision) == ["r1", "p0"]
+    assert decision.reasons == {"r0": "loading"}
+    assert decision.cold == ("y",), "r0 still waits for it"
+    assert plan(pipelined("y"), FakeState(COMING)).cold == ()
+
+
+def test_a_load_that_is_decided_on_now_admits_in_the_same_decision() -> None:
+    loads = (Load(b"x", 0, (1, 2)), Load(b"z", 1, (3, 4)))
+    state = FakeState(loads=loads, too_late=frozenset([b"z"]))
+    decision = plan([*pipelined("x", "z"), *requests("a")], state)
+    assert admitted(decision) == ["p0", "r0"], "in order of arrival"
+    assert decision.reasons == {"p1": "loading"}
+    assert decision.cold == ("z",)
+    assert plan(requests("x"), state).reasons == {"r0": "loading"}, "who doesn't say so waits"
+
+
+def test_caps_and_kv_bind_those_too() -> None:
+    loads = (Load(b"x", 0, (1, 2)), Load(b"y", 1, (3, 4)))
+    capped = plan(pipelined("x", "y"), FakeState(loads=loads), Batch(caps=Caps(1)))
+    assert admitted(capped) == ["p0"]
+    assert capped.reasons == {"p1": "max_adapters"}
+    # What loads take, KV can't get any more: of 7 pages 3 are left.
+    state = FakeState(loads=loads, room=KVRoom(used=0, reclaimable=7, limit=7))
+    short = plan(pipelined("x", "y", kv_pages=2), state)
+    assert admitted(short) == ["p0"]
+    assert short.reasons == {"p1": "kv_pages"}
+    measured = plan(pipelined("x"), FakeState(loads=loads), Batch(caps=Caps(rank_sum=64)))
+    assert measured.reasons == {"p0": "loading"}, "what it adds is known once it has begun"
