@@ -16,7 +16,8 @@ from adaptercache.identity import Digest
 
 __all__ = ["CAP_REASONS", "NO_CAPS", "Caps", "Footprint", "Roster"]
 
-RANK_CLASSES = (16, 64, 128, 256, 512)  # the kernels': ranks up to one of these cost the same
+RANK_CLASSES = (16, 64, 128, 256, 512)
+"""What a batch's largest rank is rounded up to: the kernels do ranks up to one of these alike."""
 CAP_REASONS = frozenset(("max_adapters", "max_rank_sum", "max_pages"))
 
 

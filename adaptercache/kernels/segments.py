@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from adaptercache.caps import RANK_CLASSES
 from adaptercache.kernels.stack import LoraStack
 from adaptercache.kernels.work import WorkShape
 
 __all__ = ["BASE_SLOT", "RANK_CLASSES", "LoraBatch", "rank_class_of"]
-
-RANK_CLASSES = (16, 64, 128, 256, 512)
-"""What a batch's largest rank is rounded up to."""
 
 BASE_SLOT = -1
 """The slot of tokens that run on the base model alone."""
