@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,9 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 def content_bytes(root: Path) -> int:
     """What lies in the disk tier now; what goes meanwhile isn't counted."""
     total = 0
-    for folder in (root / "disk" / "objects").glob("*"):
-        for file in folder.glob("*"):
-            try:
-                total += file.stat().st_size
-            except FileNotFoundError:
-                continue
+    for file in Tiny.files(root / "disk" / "objects"):
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
     return total
 
 
@@ -195,7 +193,7 @@ def churn(root: Path, kills: int, adapters: int, budget: int) -> None:
                 wanted = rng.randrange(adapters)
                 assert serves(cache, f"a{wanted}", wanted)
                 if rng.random() < 0.3:  # another layout's worth of work: all is packed again
-                    for packed in (root / "disk/objects").glob("*/*.safetensors"):
+                    for packed in Tiny.files(root / "disk/objects"):
                         if len(packed.stem) == 64 and rng.random() < 0.3:
                             packed.unlink(missing_ok=True)
 

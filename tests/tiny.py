@@ -3,9 +3,11 @@ and by the programs that they start."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +79,11 @@ class Tiny:
         """Whether nothing moves and nothing is queued to move."""
         stats = cache.stats()
         return not stats.in_flight_loads and not any(stats.queue_depth.values())
+
+    @staticmethod
+    def files(folder: Path) -> list[Path]:
+        """All files under it. (`Path.glob` raises where a folder goes while it looks.)"""
+        return [Path(inside, name) for inside, _, names in os.walk(folder) for name in names]
 
     @staticmethod
     def ends(act: Callable[[], Any], timeout_s: float = 5.0) -> bool:

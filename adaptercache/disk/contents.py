@@ -138,8 +138,12 @@ class Contents:
 
 
 def _size(folder: str | Path) -> int:
+    total = 0
     with os.scandir(folder) as files:
-        return sum(file.stat().st_size for file in files)
+        for file in files:
+            with suppress(FileNotFoundError):  # just removed: a packed file found broken, say
+                total += file.stat().st_size
+    return total
 
 
 def flush(folder: Path) -> None:

@@ -181,7 +181,7 @@ def test_closing_during_a_load_leaves_no_temporary_file(
         lease.result(10)
     halted.go_on.set()
     closing.join(20)
-    assert [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()] == []
+    assert tiny.files(tmp_path / "tmp") == []
 
 
 def test_a_closing_cache_answers_refreshes(tiny: Any, halted: Halted) -> None:

@@ -198,9 +198,7 @@ def republish(tiny: Any, root: Path, times: int, through: str) -> None:
         assert len(list((root / "index").iterdir())) == 1
         assert list((root / "flights").iterdir()) == []
         # Deleting is no load, so it may still be under way.
-        assert tiny.wait_until(
-            lambda: not [path for path in (root / "tmp").rglob("*") if path.is_file()]
-        )
+        assert tiny.wait_until(lambda: not tiny.files(root / "tmp"))
 
 
 @pytest.mark.parametrize("through", ["put", "store"])

@@ -68,9 +68,7 @@ def test_a_full_device_is_made_room_on_at_every_write(tiny: Any, tmp_path: Path)
                 disk = FullDisk(patch, first, 1)
                 tiny.load(cache, f"c{first}")
             assert first <= 20 or disk.seen >= 10
-        assert tiny.wait_until(
-            lambda: not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
-        )
+        assert tiny.wait_until(lambda: not tiny.files(tmp_path / "tmp"))
         assert cache.stats().evictions[Tier.DISK, "room"] > 0
 
 

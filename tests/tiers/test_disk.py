@@ -291,3 +291,14 @@ def test_a_run_that_is_killed_at_any_step_leaves_the_old_or_the_new_whole(
     assert tier.lookup(AdapterKey("a", "r")) in (None, content_digest([("name", b"new")]))
     assert [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()] == []
     tier.close()
+
+
+def test_a_file_that_goes_while_sizes_are_counted_hides_no_content(tier: DiskTier) -> None:
+    """Another process removes a packed file that it found broken: between our reading the folder's
+    names and asking for a size, which a link to nowhere stands for."""
+    folder = tier.new_folder()
+    (folder / "data").write_bytes(b"x" * 10)
+    with tier.changing:
+        tier.publish(folder, digest_of("a"))
+    (tier.folder(digest_of("a")) / "gone").symlink_to("nowhere")
+    assert tier.scan() == [(digest_of("a"), 10)]
