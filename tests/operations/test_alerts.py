@@ -1,0 +1,82 @@
+"""The rules, by promtool and by a real Prometheus over live caches in trouble."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from troubled_caches import CASES
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy" / "prometheus"
+ALERTS = DEPLOY / "adaptercache.alerts.yml"
+RULES = DEPLOY / "adaptercache.rules.yml"
+
+
+def alert_names() -> set[str]:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    return {rule["alert"] for rule in group["rules"]}
+
+
+def run(promtool: str, *arguments: str, text: str = "") -> str:
+    """Its output, where it found nothing wrong."""
+    ended = subprocess.run(
+        [promtool, *arguments],
+        cwd=DEPLOY,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def test_promtool_takes_the_rules_and_the_configuration(promtool: str) -> None:
+    said = run(promtool, "check", "rules", RULES.name, ALERTS.name)
+    assert re.findall(r"SUCCESS: (\d+) rules found", said)[1] == str(len(alert_names()))
+    said = run(promtool, "check", "config", "prometheus.yml")
+    assert "SUCCESS: 2 rule files found" in said
+
+
+def test_the_rules_do_what_promtools_tests_say(promtool: str) -> None:
+    assert "SUCCESS" in run(promtool, "test", "rules", "adaptercache.tests.yml")
+
+
+@pytest.mark.parametrize("case", [*CASES, "down"])
+def test_a_cache_in_trouble_fires_its_alerts_and_no_others(case: str, watched: Any) -> None:
+    expected = CASES[case].alerts if case in CASES else {"AdaptercacheDown"}
+    assert watched.fired[case] == expected
+
+
+def test_every_alert_has_been_fired(watched: Any) -> None:
+    assert set().union(*watched.fired.values()) == alert_names()
+
+
+def test_every_recording_rule_has_data(watched: Any) -> None:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    for rule in group["rules"]:
+        assert watched.server.query(rule["record"]), rule["record"]
+
+
+def test_what_gateways_read_is_not_stored(watched: Any) -> None:
+    assert watched.server.query("adaptercache_slots")
+    assert not watched.server.query('{__name__=~".*lora.*"}')
+
+
+def test_promtool_finds_nothing_to_say_of_a_scrape(promtool: str, watched: Any) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{watched.port}/healthy") as answer:
+        text = answer.read().decode()
+    assert run(promtool, "check", "metrics", text=text) == ""
+
+
+def test_the_documentation_has_every_alert() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    headings = re.findall(r"^### (Adaptercache\w+)$", text, re.MULTILINE)
+    assert sorted(headings) == sorted(alert_names())
