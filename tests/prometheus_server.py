@@ -76,30 +76,31 @@ def running_prometheus(folder: Path, config: str, files: Mapping[str, str]) -> I
     assert program is not None, NO_PROMETHEUS
     for name, text in {"prometheus.yml": config, **files}.items():
         (folder / name).write_text(text)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            preexec_fn=_die_with_parent,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        if not _is_ready(url, process):
-            text = (folder / "log").read_text()[-2000:]
-            raise RuntimeError(f"Prometheus didn't start: {text}")
-        yield Prometheus(url)
-    finally:
-        process.kill()
-        process.wait()
+    # Targets are looked up every 5 s, unless a server new enough is told otherwise.
+    for options in (["--scrape.discovery-reload-interval=250ms"], []):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [
+            *(program, *options, f"--config.file={folder / 'prometheus.yml'}"),
+            *(f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}"),
+        ]
+        with open(folder / "log", "wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_parent,
+            )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if _is_ready(url, process):
+                yield Prometheus(url)
+                return
+        finally:
+            process.kill()
+            process.wait()
+    raise RuntimeError(f"Prometheus didn't start: {(folder / 'log').read_text()[-2000:]}")
 
 
 def _die_with_parent() -> None:

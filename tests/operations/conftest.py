@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import prometheus_server
 import pytest
-import yaml
 from prometheus_server import NO_PROMETHEUS, Prometheus, find_program, running_prometheus
 from troubled_caches import CASES
 
@@ -39,6 +37,8 @@ def hastened(rules: str) -> str:
 def config_for(port: int) -> str:
     """Our configuration, with its own targets and a shorter interval. An address serves them all,
     each under its path."""
+    import yaml
+
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": EVERY, "evaluation_interval": EVERY}
     del config["alerting"]
@@ -82,6 +82,7 @@ class Watched(NamedTuple):
 @pytest.fixture(scope="package")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """When every alert has fired, or should have."""
+    pytest.importorskip("yaml")
     if find_program("prometheus") is None:
         pytest.skip(NO_PROMETHEUS)
     rules = {file.name: hastened(file.read_text()) for file in DEPLOY.glob("adaptercache.*.yml")}
@@ -105,5 +106,5 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 def promtool() -> str:
     found = find_program("promtool")
     if found is None:
-        pytest.skip(prometheus_server.NO_PROMETHEUS)
+        pytest.skip(NO_PROMETHEUS)
     return found

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from troubled_caches import CASES
+
+yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "prometheus"

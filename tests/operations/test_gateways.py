@@ -376,8 +376,8 @@ def test_the_example_engine_has_all_that_gateways_read(engine: Engine) -> None:
     assert rules.kept_by_residency({"fresh": fresh, "it": loaded}, "adapter-00") == {"it"}
 
     clients = [
-        threading.Thread(target=engine.complete, args=(f"adapter-0{number % 6}", 400))
-        for number in range(24)
+        threading.Thread(target=engine.complete, args=(f"adapter-0{number % 6}", 200))
+        for number in range(12)
     ]
     for client in clients:
         client.start()
