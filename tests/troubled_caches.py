@@ -94,7 +94,7 @@ class Stage:
             LAYOUT, source, gpu_slots=slots, host_block_bytes=BLOCK, device="cpu", **options
         )
         self.closing.enter_context(made)
-        self.registry.register(PrometheusCollector(made))
+        self.registry.register(PrometheusCollector(made, gateway_prefix="vllm:", per_adapter=4))
         return made
 
     def hold(self, lease: Lease) -> None:

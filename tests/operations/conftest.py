@@ -24,6 +24,12 @@ LONGEST_S = 60
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    needed = {"watched", "promtool"}.intersection(getattr(item, "fixturenames", ()))
+    if needed and None in (find_program("prometheus"), find_program("promtool")):
+        pytest.skip(NO_PROMETHEUS)  # from here, so that the report has one line for them all
+
+
 def hastened(rules: str) -> str:
     """The rules with all their durations divided; nothing else of them is changed."""
 
@@ -83,8 +89,6 @@ class Watched(NamedTuple):
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """When every alert has fired, or should have."""
     pytest.importorskip("yaml")
-    if find_program("prometheus") is None:
-        pytest.skip(NO_PROMETHEUS)
     rules = {file.name: hastened(file.read_text()) for file in DEPLOY.glob("adaptercache.*.yml")}
     expected = {name: set(case.alerts) for name, case in CASES.items()}
     expected["down"] = {"AdaptercacheDown"}
@@ -105,6 +109,5 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 @pytest.fixture(scope="session")
 def promtool() -> str:
     found = find_program("promtool")
-    if found is None:
-        pytest.skip(NO_PROMETHEUS)
+    assert found is not None
     return found
