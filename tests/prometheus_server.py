@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ __all__ = ["NO_PROMETHEUS", "Prometheus", "find_program", "running_prometheus"]
 FOLDER = Path(__file__).parents[1] / ".venv" / "prometheus"
 NO_PROMETHEUS = "needs Prometheus: apt-get install prometheus, or a network for `make test`"
 START_S = 30
+DATA_S = 10
 FETCH_S = 120  # for one command of apt's
 
 
@@ -58,6 +60,15 @@ class Prometheus:
         """The series of an instant vector, each with its labels."""
         found = self.get("query", query=expression)["result"]
         return [(series["metric"], float(series["value"][1])) for series in found]
+
+    def data(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """The series of a query that has finite values, if need be after some scrapes."""
+        deadline = time.monotonic() + DATA_S
+        while True:
+            found = [each for each in self.query(expression) if math.isfinite(each[1])]
+            if found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.2)
 
     def firing(self) -> set[tuple[str, str]]:
         """The alerts that fire, each with its instance."""

@@ -101,7 +101,7 @@ class Stage:
         """Until the end."""
         self.closing.callback(lease.release)
 
-    def repeat(self, step: Callable[[], object], pause_s: float = 0.03) -> None:
+    def repeat(self, step: Callable[[], object], pause_s: float = 0.06) -> None:
         def run() -> None:
             while not self._stop.wait(pause_s):
                 step()

@@ -63,7 +63,7 @@ def test_every_alert_has_been_fired(watched: Any) -> None:
 def test_every_recording_rule_has_data(watched: Any) -> None:
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
     for rule in group["rules"]:
-        assert watched.server.query(rule["record"]), rule["record"]
+        assert watched.server.data(rule["record"]), rule["record"]
 
 
 def scrape(port: int) -> str:
@@ -73,7 +73,7 @@ def scrape(port: int) -> str:
 
 def test_series_that_only_gateways_read_are_not_stored(watched: Any) -> None:
     given = set(re.findall(r"^vllm:(\w+)", scrape(watched.port), re.MULTILINE))
-    stored = {labels["__name__"] for labels, _ in watched.server.query('{__name__=~"vllm:.+"}')}
+    stored = {labels["__name__"] for labels, _ in watched.server.data('{__name__=~"vllm:.+"}')}
     assert given - {name.removeprefix("vllm:") for name in stored} == {
         "lora_requests_info",
         "lora_adapter_loaded",
