@@ -88,7 +88,7 @@ def test_promtool_finds_nothing_to_say_of_a_scrape(promtool: str, watched: Any) 
 
 def test_the_documentation_shows_the_configuration() -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    block = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]
     shown, real = yaml.safe_load(block), yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     assert shown["rule_files"] == real["rule_files"]
     (job,) = real["scrape_configs"]

@@ -242,6 +242,20 @@ def test_odd_ids_are_read_back_as_they_are_and_others_take_their_room(
     assert scores(seen, "later", "a", "somebody else") == [1.0, 0.0, 0.0]
 
 
+def test_prometheus_own_parser_reads_odd_ids(
+    scraped: Callable[..., Scraped], promtool: str
+) -> None:
+    """Gateways are written in Go and parse with it."""
+    instance = scraped(*ODD, *TORN, slots=len(ODD) + len(TORN))
+    instance.use(*ODD, *TORN)
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=instance.text().encode(), capture_output=True
+    )
+    said = checked.stderr.decode().splitlines()
+    assert said  # that names should not contain ':'
+    assert all(line.startswith("vllm:") and "should not contain" in line for line in said), said
+
+
 def test_a_fleet_is_narrowed_to_those_that_have_the_adapter(
     scraped: Callable[..., Scraped],
 ) -> None:
