@@ -229,7 +229,7 @@ def long_queue(stage: Stage) -> None:
     source.delay_s = 0.2
     cache = stage.cache(source, clock=lambda: time.monotonic() / 10)  # so that it isn't slow, too
     stage.closing.callback(setattr, source, "delay_s", 0.0)
-    for number in range(1500):
+    for number in range(4000):
         stage.hold(cache.acquire(f"new/{number}"))
 
 

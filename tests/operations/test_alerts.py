@@ -12,6 +12,7 @@ import pytest
 from troubled_caches import CASES
 
 yaml = pytest.importorskip("yaml")
+pytestmark = pytest.mark.timeout(300)  # a busy machine gets a slower pace
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "prometheus"

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine gets a slower pace
+
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "adaptercache.json"
 CONTENT = json.loads(DASHBOARD.read_text())
 PANELS = [panel for panel in CONTENT["panels"] if panel["type"] != "row"]
