@@ -180,6 +180,38 @@ def test_an_instance_out_of_pages_is_saturated_whatever_slots_it_has(
     assert scores(instance.read(), "a", "d") == [1.0, 0.0]
 
 
+def test_an_instance_out_of_slots_is_saturated_whatever_pages_it_has(
+    scraped: Callable[..., Scraped],
+) -> None:
+    instance = scraped("a", "b", "c", slots=2, gpu_bytes=9 * PAGE)
+    instance.use("a")
+    assert scores(instance.read(), "a", "c") == [1.0, 0.8]
+    instance.use("b")
+    assert scores(instance.read(), "a", "c") == [1.0, 0.0]
+
+
+def test_who_is_being_copied_to_the_gpu_has_its_place_already(
+    scraped: Callable[..., Scraped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = scraped("comes", "next", "last", slots=2)
+    gpu, may_write = instance.cache._gpu, threading.Event()
+    write = gpu.write
+
+    def write_later(*args: Any) -> None:
+        may_write.wait(WAIT_S)
+        write(*args)
+
+    monkeypatch.setattr(gpu, "write", write_later)
+    lease = instance.cache.acquire("comes")
+    wait_until(lambda: instance.cache.stats().slots["used"] == 1)
+    seen = instance.read()
+    assert (seen.active, seen.waiting) == (set(), {"comes"})
+    assert scores(seen, "next") == [0.8]
+    may_write.set()
+    lease.result(timeout_s=WAIT_S).release()
+    assert scores(instance.read(), "comes", "next") == [1.0, 0.8]
+
+
 def test_pages_of_the_kv_cache_are_no_room(scraped: Callable[..., Scraped]) -> None:
     kv = KVLayout(block_size=16, kv_heads=2, head_dim=8, dtype="float32")
     ids = [f"a{number}" for number in range(60)]  # a page each
