@@ -26,7 +26,7 @@ demo: .venv/runtime  ## the main job: adapters churn through a small cache (ARGS
 serve: .venv/serve  ## the example engine over HTTP, with a tiny model (ARGS="--help" for more)
 	@exec $(VENV) examples/serve.py $(ARGS)
 
-test: check  ## the checks, then every test but the slow ones (ARGS="-k pages" for some)
+test: check .venv/prometheus  ## the checks, then every test but the slow ones (ARGS="-k pages" for some)
 	@$(VENV) -m pytest $(ARGS)
 
 check: .venv/test  ## lint, format, types, architecture
@@ -77,6 +77,10 @@ $(VENV):
 	@echo "setting up .venv: what the tests need"
 	$(INSTALL) -e '.[test]'
 	touch $@
+
+# Not there without a network, or without apt; tests that need it say so.
+.venv/prometheus: tests/prometheus_server.py | $(VENV)
+	@$(VENV) tests/prometheus_server.py .venv/prometheus
 
 .venv/docs: $(VENV) pyproject.toml constraints.txt
 	@echo "setting up .venv: what the documentation needs"

@@ -6,9 +6,7 @@ event. Their number doesn't depend on how many adapters there are.
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple, cast
 
@@ -24,12 +22,11 @@ from prometheus_client.utils import floatToGoString
 from adaptercache import errors
 from adaptercache.cache import AdapterCache
 from adaptercache.caps import CAP_REASONS
+from adaptercache.gateways import GatewayGauges
 from adaptercache.movers import Hop
 from adaptercache.stats import Histogram, HistogramData, Stats, Tier
 
 __all__ = ["PrometheusCollector"]
-
-log = logging.getLogger(__name__)
 
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 HOPS = tuple(hop.value for hop in Hop)
@@ -184,13 +181,11 @@ class PrometheusCollector(Collector):
         namespace: what the names begin with. Two caches of one process need two namespaces.
         per_adapter: at most so many adapters get series of their own,
             ``<namespace>_adapter_resident{adapter, tier}``: those on the GPU first, then those
-            in the tiers below, by id. One that was evicted is gone from the next scrape.
-        gateway_prefix: also give the gauge ``<prefix>lora_requests_info`` that LoRA-aware
-            gateways read, for example ``"vllm:"``; None: not. ``running_lora_adapters`` are the
-            adapters that are on the GPU, ``waiting_lora_adapters`` the first of the others that
-            somebody waits for, ``max_lora`` is the number of slots, and the value is the time of
-            the scrape. An id with a comma, or blank at an end, can't be in these lists: it is
-            left out, with one warning.
+            in the tiers below, by id. One that was evicted is gone from the next scrape. With
+            ``gateway_prefix`` gateways are told of as many, one by one.
+        gateway_prefix: also give the gauges that LoRA-aware gateways read, for example
+            ``"vllm:"``; None: not. They are described in `gateways`.
+        base_name: what requests call the model without an adapter, for these gauges.
 
     Ids that aren't printable text (`str.isprintable`) never become label values.
 
@@ -205,14 +200,16 @@ class PrometheusCollector(Collector):
         namespace: str = "adaptercache",
         per_adapter: int = 0,
         gateway_prefix: str | None = None,
+        base_name: str = "",
     ) -> None:
         if per_adapter < 0:
             raise ValueError(f"{per_adapter=} adapters can't have series of their own")
         self._cache = cache
         self._namespace = namespace
         self._per_adapter = per_adapter
-        self._gateway_prefix = gateway_prefix
-        self._has_warned = False
+        self._gateway: GatewayGauges | None = None
+        if gateway_prefix is not None:
+            self._gateway = GatewayGauges(cache, gateway_prefix, base_name, per_adapter)
 
     def describe(self) -> Iterator[Metric]:
         """The families without their series, so that registries know the names."""
@@ -220,8 +217,8 @@ class PrometheusCollector(Collector):
             yield metric.empty(self._namespace)
         if self._per_adapter:
             yield self._adapter_family()
-        if self._gateway_prefix is not None:
-            yield self._gateway_family(self._gateway_prefix)
+        if self._gateway is not None:
+            yield from self._gateway.describe()
 
     def collect(self) -> Iterator[Metric]:
         """The families as they stand now."""
@@ -230,8 +227,8 @@ class PrometheusCollector(Collector):
             yield metric.filled(self._namespace, stats)
         if self._per_adapter:
             yield self._adapters()
-        if self._gateway_prefix is not None:
-            yield self._gateway(self._gateway_prefix, sum(stats.slots.values()))
+        if self._gateway is not None:
+            yield from self._gateway.collect()
 
     def _adapter_family(self) -> GaugeMetricFamily:
         name = f"{self._namespace}_adapter_resident"
@@ -249,33 +246,3 @@ class PrometheusCollector(Collector):
                 if adapter_id in adapter_ids:
                     family.add_metric([adapter_id, tier.value], 1)
         return family
-
-    def _gateway_family(self, prefix: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(
-            f"{prefix}lora_requests_info",
-            "Adapters on the GPU, and adapters waited for; the value is the time of the scrape.",
-            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        )
-
-    def _gateway(self, prefix: str, slots: int) -> GaugeMetricFamily:
-        family = self._gateway_family(prefix)
-        with self._cache._deciding.lock:
-            waiting = self._cache._ledger.waiting.order()  # a few hundred at most
-        running = self._cache.resident(Tier.GPU)  # later: what has come up meanwhile runs
-        labels = [str(slots), self._csv(running), self._csv(set(waiting) - running)]
-        family.add_metric(labels, time.time())
-        return family
-
-    def _csv(self, adapter_ids: Collection[str]) -> str:
-        listable = sorted(filter(_is_listable, adapter_ids))
-        others = [] if self._has_warned else sorted(set(adapter_ids).difference(listable))
-        if others:
-            self._has_warned = True
-            log.warning("gateways can't be told of adapter ids such as %r", others[0])
-        return ",".join(listable)
-
-
-def _is_listable(adapter_id: str) -> bool:
-    """Whether gateways, which split at commas and trim, read this id back as it is."""
-    is_plain = adapter_id.isprintable() and "," not in adapter_id
-    return is_plain and adapter_id == adapter_id.strip() != ""

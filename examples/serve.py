@@ -13,6 +13,7 @@ docs/embedding.md does:
     serve_kv.py      KV blocks out of the arena that adapters share; the prefix cache
     serve_model.py   paged KV, and `add_lora`, in a layer; serve_attention.py and serve_decode.py
     serve_runner.py  a step's tensors; CUDA graphs
+    serve_metrics.py what Prometheus and gateways read
     serve_http.py    statuses, streams, and clients that go away
 
 What it leaves out, to be read in an hour: several GPUs, speculative decoding, chat templates, and
@@ -34,9 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from adaptercache import (
     AdapterCache,
@@ -46,10 +44,10 @@ from adaptercache import (
     LoraLayout,
     Source,
 )
-from adaptercache.metrics import PrometheusCollector
 from serve_engine import Engine
 from serve_http import Server, Service
 from serve_job import Settings
+from serve_metrics import registry_of
 from serve_model import PagedLlama, kv_layout
 from serve_runner import Runner
 from serve_tiny import ByteTokenizer, make_adapters, tiny_model
@@ -109,31 +107,8 @@ def build(
             engine.close()  # before the cache: leases and KV pages are given back
 
 
-class EngineCollector(Collector):
-    """The engine's own numbers, beside the cache's."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        engine = self._engine
-        yield GaugeMetricFamily("serve_running", "Requests in a step.", engine.num_running)
-        yield GaugeMetricFamily("serve_waiting", "Requests that wait.", engine.num_waiting)
-        yield GaugeMetricFamily("serve_idle_blocks", "Cached prefixes.", engine.blocks.num_idle)
-        for name, text in (
-            ("steps", "Steps computed."),
-            ("generated_tokens", "Tokens sent."),
-            ("prefix_hit_tokens", "Tokens that the prefix cache had."),
-            ("preempted", "Requests put back for lack of KV pages."),
-            ("aborted", "Requests whose client went away."),
-        ):
-            yield CounterMetricFamily(f"serve_{name}", text, engine.counts[name])
-
-
 def service_of(engine: Engine, source: Source, tokenizer: Any, base_name: str) -> Service:
-    registry = CollectorRegistry()
-    registry.register(PrometheusCollector(engine.cache))
-    registry.register(EngineCollector(engine))
+    registry = registry_of(engine, base_name)
     return Service(engine, source, tokenizer, base_name, registry)
 
 
@@ -186,6 +161,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of the arena (default: 8 for the tiny model, else 8192)",
     )
     add("--host-mib", type=int, help="of CPU memory for adapters (default: 64, or 16384)")
+    add("--gpu-slots", type=int, default=128, help="adapters on the GPU at most")
     add("--max-rank", type=int, default=64)
     add("--max-adapters", type=int, default=8, help="in one step")
     add("--max-running", type=int, default=64, help="requests in one step")
@@ -220,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     settings,
                     gpu_bytes=(args.gpu_mib or (8 if is_tiny else 8192)) << 20,
                     host_bytes=(args.host_mib or (64 if is_tiny else 16384)) << 20,
+                    gpu_slots=args.gpu_slots,
                     max_rank=args.max_rank,
                 )
             )

@@ -111,9 +111,11 @@ class Handler(BaseHTTPRequestHandler):
             self._send_error(status, kind, str(error))
 
     def _models(self) -> None:
-        names = [self.server.service.base_name, *sorted(self.server.service.source.ids())]
-        rows = [{"id": name, "object": "model", "owned_by": "adaptercache"} for name in names]
-        self._send_json({"object": "list", "data": rows})
+        base = self.server.service.base_name
+        rows: list[dict[str, str]] = [{"id": base}]
+        rows += [{"id": name, "parent": base} for name in sorted(self.server.service.source.ids())]
+        of_all = {"object": "model", "owned_by": "adaptercache"}
+        self._send_json({"object": "list", "data": [row | of_all for row in rows]})
 
     def _metrics(self) -> None:
         body = generate_latest(self.server.service.registry)

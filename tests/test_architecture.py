@@ -51,7 +51,7 @@ LAYERS = (
     ("movers", "journal", "disk_room", "fetch", "hops", "prefetch", "snapshot"),
     ("deciding", "lease", "given", "leasing", "kv", "assembly", "sleep", "steps"),
     ("cache", "ranks"),
-    ("metrics", "testing", "cli", "integrations"),
+    ("gateways", "metrics", "testing", "cli", "integrations"),
     ("adaptercache",),  # the package's own __init__: the public names
 )
 ORDER = {name: place for place, name in enumerate(chain.from_iterable(LAYERS))}
