@@ -100,7 +100,9 @@ def build(
         # 4. The model over the arena's KV views, and the engine. From here on the engine's thread
         # has model and KV to itself.
         with torch.inference_mode():
-            runner = Runner(PagedLlama(model, cache, settings.max_context), cache)
+            llama = PagedLlama(model, cache, settings.max_context)
+            runner = Runner(llama, cache, settings.max_context)
+            runner.capture(settings.max_running)
         engine = Engine(cache, runner, settings)
         engine.start()
         try:
