@@ -84,8 +84,8 @@ class Engine:
             if len(self._waiting) + len(self._arrived) >= self.settings.max_waiting:
                 raise Overloaded(f"{self.settings.max_waiting} requests wait")
             job.name = f"r{next(self._names)}"
-            # It takes its whole prompt's blocks when it is admitted, fewer after a prefix hit, which
-            # can't be known before its adapter's digest is.
+            # It takes its whole prompt's blocks when it is admitted; fewer after a prefix hit, but
+            # that isn't known before its adapter's digest is.
             job.request = Request(job.name, job.adapter_id, 1, self._pages_for(len(job.tokens)))
             self._arrived.append(job)
         self._news.set()

@@ -152,7 +152,8 @@ class _Layer:
 
     def __init__(self, layer: Any, number: int, sites: Sites) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self.before_attention = layer.input_layernorm
+        self.before_mlp = layer.post_attention_layernorm
         self.qkv = _Projections(attention, ("q_proj", "k_proj", "v_proj"), number, sites)
         self.o = _Projections(attention, ("o_proj",), number, sites)
         self.gate_up = _Projections(mlp, ("gate_proj", "up_proj"), number, sites)

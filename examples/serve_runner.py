@@ -2,8 +2,8 @@
 
 On a GPU a step in which everybody decodes is a replay of a CUDA graph: launching a model's kernels
 one by one takes the CPU longer than the GPU takes to run them. A graph is captured for each number
-of rows and rank class, all of them at the start. Which adapters are in the step is no part of its
-shape: the kernels find that in the work list, which `lora_batch` writes to the same place each time.
+of rows and rank class, all of them at the start. Which adapters are in the step doesn't matter: the
+kernels find that in the work list, which `lora_batch` writes to the same place each time.
 
 All numbers of a step go to the GPU in one copy, from page-locked memory, so that the host need not
 wait for it.
