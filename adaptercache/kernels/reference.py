@@ -1,4 +1,4 @@
-"""The oracle: what every kernel must compute, in plain torch. Also the path on CPUs.
+"""The oracle: what every kernel must compute, in plain torch.
 
 Semantics:
     y[t] += scaling[s] · (x[t] A[s]ᵀ) B[s]ᵀ   with s = slot of token t, nothing where s = −1
