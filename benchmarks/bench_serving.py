@@ -194,7 +194,7 @@ def workload(
 ) -> None:
     """Saturation, then the offered load, for each number of adapters and skew of the plan; the
     fewest adapters come first."""
-    say(f"{kind.count} adapters come into CPU memory")
+    say(f"{kind.size} adapters come into CPU memory")
     loading_s = min(LOADING_S, bench.until - time.monotonic())
     ids = bring_up(bench.engine, kind.ids, Tier.HOST, loading_s)
     say(f"{len(ids)} are there")

@@ -72,11 +72,11 @@ class Kind(NamedTuple):
     name: str
     rank: int
     targets: tuple[str, ...]
-    count: int
+    size: int
 
     @property
     def ids(self) -> list[str]:
-        return [f"{self.name}-{number:05d}" for number in range(self.count)]
+        return [f"{self.name}-{number:05d}" for number in range(self.size)]
 
 
 class VariedSource:

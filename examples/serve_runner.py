@@ -61,7 +61,7 @@ class Runner:
 
     @property
     def _has_graphs(self) -> bool:
-        return self._model.device.type == "cuda"
+        return bool(self._model.device.type == "cuda")
 
     def capture(self, max_running: int) -> None:
         """Capture the graphs of up to so many rows: call it once, before the first step."""
