@@ -158,9 +158,10 @@ def open_model(folder: Path | None, device: torch.device) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     if folder is None:
         return tiny_model().to(device), ByteTokenizer()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    options = {"torch_dtype" if __version__.startswith("4.") else "dtype": "auto"}
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -39,7 +39,9 @@ def kv_layout(config: Any, dtype: str) -> KVLayout:
         raise ValueError(f"model_type {config.model_type!r}: one of {', '.join(FAMILIES)}")
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ValueError("sliding-window attention is not in this example")
-    if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3"):
+    # transformers 5, and 4.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", "default") not in ("default", "linear", "llama3"):
         raise ValueError("rotary frequencies that change with the length are not in this example")
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
