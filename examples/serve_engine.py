@@ -176,10 +176,7 @@ class Engine:
         self._make_room(admission.pages_wanted, admission.reasons)
 
     def _make_room(self, pages_wanted: int, reasons: Mapping[str, str]) -> None:
-        """Idle KV goes for the first request that lacks pages, and for cold adapters: the cache
-        says what the first of them lacks, and those that come next will lack as much."""
-        cold = {self._waiting[name].adapter_id for name, why in reasons.items() if why == "room"}
-        pages_wanted *= min(len(cold), self.settings.max_adapters)
+        """Idle KV goes for cold adapters, and for the first request that lacks pages."""
         first = next((name for name, why in reasons.items() if why == "kv_pages"), None)
         if first is not None:
             pages_wanted = max(pages_wanted, self._pages_for(len(self._waiting[first].tokens)))
