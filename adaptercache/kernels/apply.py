@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adaptercache.kernels.plain import add_lora_plain
+from adaptercache.kernels.reference import add_lora_reference
 from adaptercache.kernels.segments import LoraBatch
 from adaptercache.kernels.stack import Group
 
@@ -53,7 +53,7 @@ def add_lora(
         add_lora_triton(y, x, batch, group)
         return
     outputs = y.split(group.widths, dim=1) if isinstance(y, Tensor) else y
-    add_lora_plain(outputs, x, batch, group)
+    add_lora_reference(outputs, x, batch, group)
 
 
 def _check(y: Tensor | Sequence[Tensor], x: Tensor, batch: LoraBatch, group: Group) -> None:

@@ -98,7 +98,7 @@ class LoraBatch:
         self.has_ended = False
         """Set when its step has ended: its slots may be another adapter's now."""
         self.adapters: list[Any] | None = None
-        """What `plain` read of them in the tables."""
+        """What `reference` read of them in the tables."""
         self._name = object()  # not itself: the stack would keep it, and it the stack
         if stack.device.type == "cuda":
             self.work()  # for a replay of a graph, which calls nothing else
