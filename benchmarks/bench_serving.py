@@ -25,6 +25,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -208,8 +209,9 @@ def workload(
         fewest = next((key for key in cases if key.endswith(f"skew {skew}, saturated")), None)
         first = cases[fewest] if fewest else None
         offered = cases[fewest.replace("saturated", "offered")] if fewest else None
-        warm_up = Load("warm-up", skew, None, ROWS if bench.on_gpu else 2 * ROWS)
-        serve(bench.engine, bench.meter, bench.shape, warm_up, its, bench.vocab)
+        shape = replace(bench.shape, output_tokens=(1, 16))
+        warm_up = Load("warm-up", skew, None, 2 * ROWS)
+        serve(bench.engine, bench.meter, shape, warm_up, its, bench.vocab)
         case = run_load(bench, Load("saturated", skew, None, requests), its)
         case |= predicted(bench, case, first, bench.source.bytes_each[kind.name])
         cases[f"{point}, saturated"] = case

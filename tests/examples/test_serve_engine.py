@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adaptercache import AdapterInvalid, AdapterNotFound, AdapterUnsupported, CacheClosed, Tier
 from adaptercache.testing import check_consistent
@@ -271,6 +272,29 @@ def test_what_can_never_run_is_refused_at_once(world: World) -> None:
         assert 0 < overloaded < 100
     with pytest.raises(CacheClosed):
         ask(engine, None, [1], 4)
+
+
+def test_no_more_are_admitted_than_a_step_has_rows(world: World) -> None:
+    with world.engine(pages=600, max_running=3) as engine:
+        jobs = [ask(engine, adapter_id, [1, 2, 3], 6) for adapter_id in [None] * 9 + world.ids[:3]]
+        most = 0
+        while not all(job.events.qsize() for job in jobs):
+            most = max(most, engine.num_running)
+        for job in jobs:
+            assert outcome(job)[0] == world.expected(job.adapter_id, [1, 2, 3], 6)
+        assert most == 3
+        assert engine.counts["deferred_max_tokens"] > 0
+
+
+def test_the_model_is_as_good_as_before_for_others(world: World) -> None:
+    """The engine computes projections of one input as one; the modules keep their weights."""
+    from serve_tiny import tiny_model
+
+    ids = torch.arange(20)[None]
+    with world.engine(pages=600) as engine:
+        outcome(ask(engine, None, [1], 2))
+    with torch.no_grad():
+        assert world.model(ids).logits.equal(tiny_model()(ids).logits)
 
 
 def test_closing_tells_who_still_waits(world: World) -> None:
