@@ -199,6 +199,8 @@ def workload(
     loading_s = min(LOADING_S, bench.until - time.monotonic())
     ids = bring_up(bench.engine, kind.ids, Tier.HOST, loading_s)
     say(f"{len(ids)} are there")
+    if len(ids) < plan[0][0]:
+        return
     gate(bench.engine, ids, bench.vocab)
     cases: Cases = {}
     for count, skew in plan:

@@ -264,10 +264,11 @@ def metered(
 
 def bring_up(engine: Engine, ids: Sequence[str], to: Tier, timeout_s: float = 600.0) -> list[str]:
     """Load all of these, or as many as can be in the time; returns which are there."""
-    deadline, there = time.monotonic() + timeout_s, set[str]()
-    while time.monotonic() < deadline and len(there) < len(ids):
-        there = set(ids) & engine.cache.resident(to)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        there = engine.cache.resident(to)
         missing = [each for each in ids if each not in there]
+        if not missing or time.monotonic() > deadline:
+            return [each for each in ids if each in there]
         engine.cache.prefetch(missing[:64], to=to)
         time.sleep(0.01)
-    return [each for each in ids if each in there]
