@@ -15,7 +15,7 @@ GPU_BENCHES := $(filter-out %/bench_routing.py,$(sort $(wildcard benchmarks/benc
 export ADAPTERCACHE_TEST_S3 := required
 
 
-.PHONY: help demo serve test check bench soak gpu docs clean
+.PHONY: help demo serve test check bench results soak gpu docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -37,6 +37,9 @@ check: .venv/test  ## lint, format, types, architecture
 
 bench: .venv/test  ## the benchmarks that need no GPU
 	@for bench in $(CPU_BENCHES); do echo "== $$bench"; $(VENV) "$$bench" $(ARGS); done
+
+results:  ## docs/results.md and its pictures, out of the committed figures; needs only Python
+	@$(PYTHON) benchmarks/plots.py
 
 soak: .venv/test  ## the slow tests, and the property tests with many examples
 	@HYPOTHESIS_PROFILE=nightly $(VENV) -m pytest -m "slow or hypothesis" $(ARGS)

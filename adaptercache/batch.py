@@ -19,8 +19,6 @@ from adaptercache.step_room import StepRoom
 
 __all__ = ["Batch", "Decision", "Request", "plan"]
 
-UNCAPPED = 1 << 60
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -59,7 +57,8 @@ class Decision:
 
     ``reasons`` says for each deferred request id why it waits: ``loading`` (its adapter is on its
     way), ``room`` (no pages or slot for it yet), ``kv_pages``, ``max_adapters`` or another of the
-    batch's caps. ``pages_wanted``: how many idle KV pages freed would let something cold in.
+    batch's caps. ``pages_wanted``: how many idle KV pages freed would let cold adapters in: as
+    many as may join the batch, and one at least.
     ``refused``: the adapter that is first in line for room and finds none. ``capped``: the request
     id that is first of those that wait for a cap. ``cold``: the adapters of the deferred, in order.
     """
@@ -125,7 +124,7 @@ def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> D
         failed=tuple(walk.failed),
         evictions=placement.evictions,
         loads=loads,
-        pages_wanted=state.kv_pages_wanted(placement),
+        pages_wanted=state.kv_pages_wanted(placement, max(1, walk.room_for_adapters())),
         refused=placement.no_room[0] if placement.no_room else None,
         capped=walk.first_capped(),
         cold=tuple(walk.cold),
@@ -280,6 +279,10 @@ class _Admissions:
         for request in self.deferred:
             if request.adapter_id in ids and self.reasons[request.request_id] == "loading":
                 self.reasons[request.request_id] = "room"
+
+    def room_for_adapters(self) -> int:
+        """How many more distinct ones the caps let in."""
+        return self._roster.room
 
     def first_capped(self) -> str | None:
         """Who is first in line of those that wait for a cap on adapters alone."""

@@ -18,6 +18,7 @@ __all__ = ["CAP_REASONS", "NO_CAPS", "Caps", "Footprint", "Roster"]
 
 RANK_CLASSES = (16, 64, 128, 256, 512)
 """What a batch's largest rank is rounded up to: the kernels do ranks up to one of these alike."""
+UNCAPPED = 1 << 60
 CAP_REASONS = frozenset(("max_adapters", "max_rank_sum", "max_pages"))
 
 
@@ -85,6 +86,13 @@ class Roster:
 
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._members
+
+    @property
+    def room(self) -> int:
+        """How many more adapters may join, as far as their number is capped."""
+        if self._caps.adapters is None:
+            return UNCAPPED
+        return max(0, self._caps.adapters - len(self._members))
 
     def refuses(self, digest: Digest) -> str | None:
         """The cap for which this adapter's request has to wait; None: it may join."""

@@ -187,7 +187,8 @@ class Admission:
         reasons: why each of them waits, by request id: ``loading``, ``room``, ``kv_pages``, or the
             cap, such as ``max_adapters``.
         failed: ``(request, error)``: will never run; its own error.
-        pages_wanted: how many idle KV pages freed would let something cold in.
+        pages_wanted: how many idle KV pages freed would let cold adapters in: as many as the caps
+            let join the batch, and one at least.
     """
 
     __slots__ = ("admitted", "deferred", "failed", "pages_wanted", "reasons")

@@ -28,6 +28,7 @@ from adaptercache.waiting import MAX_BYPASSES
 __all__ = ["Lifts"]
 
 MANY_NAMES = 256  # of one content
+MANY_BEHIND = 64  # who find no room and are looked at closely
 HINTED_BYTES = 256 << 20  # on their way into a tier for hints, at one time: some 5 ms of PCIe
 HINTED_SHARE = 0.5  # of a tier: what hints may fill by eviction with what nobody has used yet
 NOTHING = Placement((), (), (), 0)
@@ -102,8 +103,10 @@ class Lifts:
         free = gpu.adapter_room(ledger.waiting.kv_pages) - promised
         if not gpu.num_idle and (free < 1 or not gpu.slots.num_free):  # full of what is in use
             short = gpu.shape.pages_for(cold[0][0].elements) - free if free < 1 else 0
-            refused = tuple(known.digest for known, hint in cold if not hint)
-            return Placement((), (), refused, max(0, short) if refused else 0)
+            refused = tuple(known for known, hint in cold if not hint)
+            behind = tuple(gpu.shape.pages_for(each.elements) for each in refused[1:MANY_BEHIND])
+            digests = tuple(each.digest for each in refused)
+            return Placement((), (), digests, max(0, short) if refused else 0, behind)
         wants = [Want(digest, 0, False) for digest in admitted]
         for known, hint in line:
             ready = ledger.host.resident(known.digest) is not None
@@ -114,12 +117,16 @@ class Lifts:
         hints = hint_bounds(gpu.shape.num_pages, page_bytes)
         return place(wants, gpu, free=free, free_slots=gpu.slots.num_free, hints=hints)
 
-    def kv_pages_wanted(self, placement: Placement) -> int:
-        """KV pages that, given back, would let the first in who was refused room: as far as free
-        pages are what it lacks, and not the adapters' own share."""
+    def kv_pages_wanted(self, placement: Placement, most: int) -> int:
+        """KV pages that, given back, would let the first ``most`` in who were refused room: as far
+        as free pages are what they lack, and not slots or the adapters' own share."""
         gpu = self._ledger.gpu
         missing_share = gpu.pages.num_free - gpu.adapter_room(self._ledger.waiting.kv_pages)
-        return min(placement.short, gpu.kv_room().used) if missing_share <= 0 else 0
+        if missing_share > 0 or not placement.short:
+            return 0
+        slots = gpu.slots.num_free + gpu.num_idle - len(placement.loads)
+        behind = placement.behind[: max(1, min(most, slots)) - 1]
+        return min(placement.short + sum(behind), gpu.kv_room().used)
 
     def be_fair(self, refused: Digest | None) -> None:
         """Take note of who is first in line for room and finds none. If others have been served

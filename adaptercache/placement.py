@@ -59,13 +59,15 @@ class Placement:
     """What `place` found.
 
     ``no_room`` holds the wants, but for hints, that room was refused to, in order; ``short`` says
-    how many units more the first of them needs (0 where a slot is what it lacks).
+    how many units more the first of them needs (0 where a slot is what it lacks), and ``behind``
+    what each of those behind it takes.
     """
 
     loads: tuple[Want, ...]
     evictions: tuple[Digest, ...]
     no_room: tuple[Digest, ...]
     short: int
+    behind: tuple[int, ...] = ()
 
 
 def place(
@@ -94,7 +96,9 @@ def place(
             walk.place_hint(want)
         else:
             walk.place_demand(want)
-    return Placement(tuple(walk.loads), tuple(walk.evicted), tuple(walk.no_room), walk.short)
+    return Placement(
+        tuple(walk.loads), tuple(walk.evicted), tuple(walk.no_room), walk.short, tuple(walk.behind)
+    )
 
 
 class _Walk:
@@ -123,6 +127,7 @@ class _Walk:
         self._hints = hints
         self._hints_coming, self._hints_unused = tier.hints_coming, tier.hinted_size
         self.short = 0
+        self.behind: list[int] = []
 
     def place_resident(self, copy: Copy[Any]) -> None:
         """It is there or on its way: nobody behind may evict it."""
@@ -137,6 +142,7 @@ class _Walk:
         slots = self._free_slots - self._promised_slots + self._spare_slots
         if self.no_room:
             self.no_room[want.digest] = None
+            self.behind.append(want.size)
         elif want.size > room or slots < 1:
             self.no_room[want.digest] = None
             self.short = max(0, want.size - room)

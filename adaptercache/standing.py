@@ -66,8 +66,9 @@ class State(Protocol):
     ) -> Placement:
         """Loads for the adapters of the requests that go on waiting, in order of arrival."""
 
-    def kv_pages_wanted(self, placement: Placement) -> int:
-        """KV pages that, given back, would let the first in who was refused room."""
+    def kv_pages_wanted(self, placement: Placement, most: int) -> int:
+        """KV pages that, given back, would let the first ``most`` in who were refused room; at
+        least one."""
 
     def number(self, placement: Placement) -> tuple[Load, ...]:
         """The slots and pages that the loads of ``placement`` get once its evictions are done."""

@@ -1,12 +1,11 @@
-"""Decode in transformers with an adapter a row: `attach` beside PEFT's own mixed batches.
+"""Decode with an adapter a row: `attach` and the example engine beside PEFT's own mixed batches.
 
 The same random model generates for the same prompts by itself, with the adapters of a cache
-attached, and wrapped by PEFT with ``adapter_names``. On a GPU it has the shapes of Llama-3-8B in
-bfloat16, of as many layers as ``--layers`` says (both ways take time in proportion to them); on a
-CPU it is a small one in float32, on one core. Rates are of decode alone, from the end of the
-prefill on.
+attached, in the engine of `examples/serve.py` (on a GPU by CUDA graphs), and wrapped by PEFT with
+``adapter_names``. On a GPU it has the shapes of Llama-3-8B in bfloat16; on a CPU it is a small one
+in float32, on one core. Rates are of decode alone, from the end of the prefill on.
 
-A rate is printed only once `attach` and PEFT gave the same logits.
+A rate is printed only once `attach`, engine and PEFT gave the same logits.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from torch import Tensor
 import record
 from adaptercache import AdapterCache, LoraLayout
 from adaptercache.integrations.transformers import attach
-from adaptercache.testing import random_adapter
+from attach_engine import Adapters, in_engine, nbytes_of
+from serving_world import say
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LLAMA_3_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -55,13 +54,16 @@ def options() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--layers", type=int, default=8 if on_gpu else 2)
+    parser.add_argument("--layers", type=int, default=32 if on_gpu else 2)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=128 if on_gpu else 32, help="tokens")
     parser.add_argument("--tokens", type=int, default=32 if on_gpu else 9, help="new ones")
     parser.add_argument("--rounds", type=int, default=5)
+    # PEFT takes half a second a step of 32 layers on a GPU.
+    parser.add_argument("--peft-tokens", type=int, default=6 if on_gpu else 9)
+    parser.add_argument("--peft-rounds", type=int, default=2 if on_gpu else 5)
     return parser.parse_args()
 
 
@@ -81,31 +83,22 @@ def new_model(wanted: argparse.Namespace, dtype: torch.dtype) -> Any:
     return model.to(dtype).requires_grad_(False).eval()
 
 
-def new_adapters(layout: LoraLayout, wanted: argparse.Namespace) -> dict[str, Any]:
-    dtype = getattr(torch, layout.dtype)
-    shape: dict[str, Any] = {"rank": wanted.rank, "targets": TARGETS, "dtype": dtype}
-    return {
-        f"adapter-{seed}": random_adapter(layout.base, seed=seed, **shape)
-        for seed in range(wanted.adapters)
-    }
-
-
 def filled_cache(
-    layout: LoraLayout, adapters: Mapping[str, Any], wanted: argparse.Namespace
+    layout: LoraLayout, adapters: Adapters, wanted: argparse.Namespace
 ) -> AdapterCache:
     """A cache with room for them all, and all of them on the GPU."""
-    _, elements = layout.starts([wanted.rank] * len(layout.sites))
-    nbytes = len(adapters) * (elements * layout.itemsize + (2 << 20))
+    nbytes = nbytes_of(layout, wanted)
     cache = AdapterCache(
         layout,
+        adapters,
         gpu_bytes=nbytes,
-        gpu_slots=len(adapters),
+        gpu_slots=wanted.adapters,
         host_bytes=nbytes,
         device=wanted.device,
     )
-    for name, (tensors, config) in adapters.items():
-        cache.put(name, tensors, config).result()
-        cache.acquire(name).result().release()
+    leases = [cache.acquire(name) for name in adapters.all]
+    for lease in leases:
+        lease.result().release()
     return cache
 
 
@@ -132,7 +125,9 @@ def wrapped_by_peft(model: Any, adapters: Mapping[str, Any]) -> Any:
     return wrapped.requires_grad_(False).eval()
 
 
-def decode_rates(generate: Generate, wanted: argparse.Namespace) -> list[float]:
+def decode_rates(
+    generate: Generate, wanted: argparse.Namespace, tokens: int, rounds: int
+) -> list[float]:
     """Tokens a second, of each round."""
 
     def now() -> float:
@@ -141,7 +136,7 @@ def decode_rates(generate: Generate, wanted: argparse.Namespace) -> list[float]:
         return time.perf_counter()
 
     rates = []
-    for _ in range(wanted.rounds + 1):
+    for _ in range(rounds + 1):
         prefilled: list[float] = []
 
         def look(ids: Tensor, logits: Tensor, at: list[float] = prefilled) -> Tensor:
@@ -149,8 +144,8 @@ def decode_rates(generate: Generate, wanted: argparse.Namespace) -> list[float]:
                 at.append(now())
             return logits
 
-        generate(logits_processor=[look])
-        rates.append(wanted.batch * (wanted.tokens - 1) / (now() - prefilled[0]))
+        generate(logits_processor=[look], min_new_tokens=tokens, max_new_tokens=tokens)
+        rates.append(wanted.batch * (tokens - 1) / (now() - prefilled[0]))
     return rates[1:]  # the first compiles kernels and fills caches
 
 
@@ -168,37 +163,52 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((difference / want.float().pow(2).mean((1, 2))).sqrt().max())
 
 
-def measure(wanted: argparse.Namespace) -> dict[str, dict[str, object]]:
+def measure(wanted: argparse.Namespace) -> dict[str, dict[str, Any]]:
     dtype = torch.bfloat16 if wanted.device == "cuda" else torch.float32
     model = new_model(wanted, dtype)
     layout = LoraLayout.from_model(model)
-    adapters = new_adapters(layout, wanted)
+    say("the model is made")
+    adapters = Adapters(layout, wanted)
+    say("the adapters are made")
     of_rows = [f"adapter-{row % wanted.adapters}" for row in range(wanted.batch)]
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (wanted.batch, wanted.prompt), device=wanted.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    lengths = {"min_new_tokens": wanted.tokens, "max_new_tokens": wanted.tokens}
-    greedy = {"do_sample": False, "pad_token_id": 0, **lengths}
+    greedy = {"do_sample": False, "pad_token_id": 0}
 
     def with_arguments(its: Any, **more: Any) -> Generate:
         return lambda **hooks: its.generate(**inputs, **greedy, **more, **hooks)
 
     rates: dict[str, list[float]] = {}
+    logits: dict[str, Tensor] = {}
+    often = (wanted.tokens, wanted.rounds)
     with torch.no_grad():
-        rates["base model"] = decode_rates(with_arguments(model), wanted)
+        rates["base model"] = decode_rates(with_arguments(model), wanted, *often)
+        say("the base model has run")
         with filled_cache(layout, adapters, wanted) as cache, attach(model, cache):
-            logits = model(ids[:, :8], adapters=of_rows).logits
-            rates["attach"] = decode_rates(with_arguments(model, adapters=of_rows), wanted)
-        wrapped = wrapped_by_peft(model, adapters)
-        error = relative_error(logits, wrapped(ids[:, :8], adapter_names=of_rows).logits)
-        if not error <= MOST_ERROR[dtype]:
-            sys.exit(f"attach and PEFT differ by {error:.2e} of the logits: no figures")
-        rates["peft"] = decode_rates(with_arguments(wrapped, adapter_names=of_rows), wanted)
-    cases = {name: figures(of_name) for name, of_name in rates.items()}
-    cases["attach"]["times_peft"] = round(
-        statistics.median(rates["attach"]) / statistics.median(rates["peft"]), 2
-    )
-    cases["attach"]["error"] = error
+            logits["attach"] = model(ids[:, :8], adapters=of_rows).logits
+            rates["attach"] = decode_rates(with_arguments(model, adapters=of_rows), wanted, *often)
+        say("attach has run")
+        rates["engine"], logits["engine"] = in_engine(model, adapters, of_rows, ids, wanted)
+        say("the engine has run")
+        wrapped = wrapped_by_peft(model, adapters.all)
+        say("PEFT has wrapped the model")
+        expected = wrapped(ids[:, :8], adapter_names=of_rows).logits
+        errors = {
+            name: relative_error(got, expected[:, -got.shape[1] :])  # the engine's: of the last
+            for name, got in logits.items()
+        }
+        for name, error in errors.items():
+            if not error <= MOST_ERROR[dtype]:
+                sys.exit(f"{name} and PEFT differ by {error:.2e} of the logits: no figures")
+        rare = (wanted.peft_tokens, wanted.peft_rounds)
+        names = {"adapter_names": of_rows}
+        rates["peft"] = decode_rates(with_arguments(wrapped, **names), wanted, *rare)
+        say("PEFT has run")
+    cases: dict[str, dict[str, Any]] = {name: figures(each) for name, each in rates.items()}
+    for name, error in errors.items():
+        times = statistics.median(rates[name]) / statistics.median(rates["peft"])
+        cases[name] |= {"times_peft": round(times, 2), "error": error}
     shape = {name: getattr(model.config, name) for name in SMALL}
     cases["model"] = {**shape, "dtype": layout.dtype, **vars(wanted)}
     cases["versions"] = {name: version(name) for name in ("transformers", "peft")}
@@ -223,13 +233,14 @@ def main() -> None:
         f"{wanted.layers} layers of {cases['model']['hidden_size']}, batch {wanted.batch} with "
         f"{wanted.adapters} adapters of rank {wanted.rank}, {wanted.device}"
     )
-    for name in ("base model", "attach", "peft"):
+    for name in ("base model", "attach", "engine", "peft"):
         case = cases[name]
         print(
             f"{name:>12}: {case['decode_tokens_per_s']:>10} tokens/s "
             f"({case['lowest']} to {case['highest']})"
         )
-    print(f"attach is {cases['attach']['times_peft']} times as fast as PEFT's adapter_names")
+    for name in ("attach", "engine"):
+        print(f"{name} is {cases[name]['times_peft']} times as fast as PEFT's adapter_names")
     path = record.write("attach", cases, on_gpu=wanted.device == "cuda")
     print(f"written to {path.relative_to(Path.cwd())}")
 

@@ -1,61 +1,68 @@
 """The example engine: what adapters add to a decode step, and S-LoRA's workload.
 
     python benchmarks/bench_serving.py            # 8B shapes on a GPU; a tiny model elsewhere
-    python benchmarks/bench_serving.py --quick    # fewer cases, shorter: minutes
+    python benchmarks/bench_serving.py --quick    # the fewest and the most adapters, fewer requests
 
-Decode: batch 64, with 0, 1, 8, 32 and 64 distinct adapters of rank 16 on q, k, v and o. A step is
-what the engine's loop takes from one computing to the next, admission included.
+Decode: batch 64, with 0, 1, 8, 32 and 64 distinct adapters of rank 16 on all projections. A step is
+what the engine's loop takes from one computing to the next, admission included. Beside it stands
+what the kernels' targets (docs/kernels.md) allow for all its calls together, and how many LoRA
+kernels ran in a step.
 
 Workload: adapters of different content, rank 8 on q, k, v and o, all in CPU memory, chosen by
-S-LoRA's power law (a small skew makes few of them popular), Poisson arrivals. Saturation is when
-all requests are there at once; the offered load is 70 % of what the fewest adapters saturate at.
-Before it is timed, mixed requests' greedy tokens are checked against those of requests alone.
+S-LoRA's power law (a small skew makes few of them popular), Poisson arrivals. Saturated: all
+requests are there at once, and what counts are the steps while some still wait. Offered: 70 % of
+what the fewest adapters saturate at.
+
+Before it is timed, mixed requests' greedy tokens are checked against those of requests alone. One
+engine serves all of it; figures are written after each case, the most important cases first, so
+that little is lost where time runs out (``--minutes``: no case begins after that).
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import record
 from adaptercache import BaseModel
-from adaptercache.stats import Stats, Tier
+from adaptercache.stats import Tier
+from serving_launches import kernel_limit_us, lora_kernels_a_step
+from serving_load import Load, ask, serve
 from serving_world import (
-    Arrival,
-    Asked,
+    ALL_LINEAR,
+    ATTENTION,
     Engine,
     Job,
+    Kind,
     Meter,
     Sampling,
     Settings,
     Shape,
     VariedSource,
-    Workload,
-    ask,
     bring_up,
-    draw,
     metered,
-    run,
+    say,
 )
 
 ROWS = 64
-DECODE_RANK, SERVE_RANK = 16, 8
 DISTINCT = (0, 1, 8, 32, 64)
 LOAD = 0.7
+LOADING_S = 150.0  # for the adapters to come into CPU memory; those that have count
 
-Cases = dict[str, dict[str, object]]
+Cases = dict[str, dict[str, Any]]
 
 
-def settings_of(shape: Shape, max_adapters: int) -> Settings:
+def settings_of(shape: Shape) -> Settings:
     return Settings(
         max_running=ROWS,
-        max_adapters=max_adapters,
+        max_adapters=ROWS,
         max_step_tokens=shape.max_step_tokens,
         max_context=shape.max_context,
         max_waiting=1 << 20,
@@ -71,92 +78,101 @@ def gate(engine: Engine, ids: Sequence[str], vocab: int) -> None:
         return
     rng = random.Random(5)
     requests = [(rng.choice([None, *ids[:8]]), [rng.randrange(vocab)] * 9) for _ in range(8)]
-    together = [Keeping.ask(engine, *request) for request in requests]
-    expected = [Keeping.ask(engine, *request).result() for request in requests]
-    assert [each.result() for each in together] == expected, "wrong tokens"
-
-
-class Keeping:
-    """A request of which the tokens are kept."""
-
-    def __init__(self, job: Any) -> None:
-        self._job = job
-
-    @classmethod
-    def ask(cls, engine: Engine, adapter_id: str | None, prompt: list[int]) -> Keeping:
-        job = Job(adapter_id, list(prompt), 8, Sampling())
+    together = [new_job(*request) for request in requests]
+    for job in together:
         engine.submit(job)
-        return cls(job)
-
-    def result(self) -> list[int]:
-        tokens = []
-        while isinstance(event := self._job.events.get(timeout=120), int):
-            tokens.append(event)
-        if isinstance(event, Exception):
-            raise event
-        return tokens
+    expected = []
+    for request in requests:
+        engine.submit(job := new_job(*request))
+        expected.append(tokens_of(job))
+    assert [tokens_of(job) for job in together] == expected, "wrong tokens"
 
 
-def decode(model: Any, shape: Shape, steps: int) -> Cases:
+def new_job(adapter_id: str | None, prompt: list[int]) -> Job:
+    return Job(adapter_id, list(prompt), 8, Sampling())
+
+
+def tokens_of(job: Job) -> list[int]:
+    tokens = []
+    while isinstance(event := job.events.get(timeout=120), int):
+        tokens.append(event)
+    if isinstance(event, Exception):
+        raise event
+    return tokens
+
+
+class Bench:
+    """What all parts share. ``until``: no case begins after this (`time.monotonic`)."""
+
+    def __init__(
+        self, engine: Engine, meter: Meter, shape: Shape, source: VariedSource, model: Any
+    ) -> None:
+        self.engine, self.meter, self.shape, self.source = engine, meter, shape, source
+        self.vocab = model.config.vocab_size
+        # A step gathers a few rows of the embeddings, and reads all the rest.
+        embeddings = model.get_input_embeddings().weight.nbytes
+        self.read_bytes = sum(p.nbytes for p in model.parameters()) - embeddings
+        heads, width = model.config.num_key_value_heads, model.config.head_dim
+        layers = model.config.num_hidden_layers
+        self.kv_bytes = 2 * layers * heads * width * model.dtype.itemsize  # a token
+        self.on_gpu = shape.device.type == "cuda"
+        self.bytes_per_s = bandwidth() if self.on_gpu else None
+        self.until = float("inf")
+
+    def is_late(self, what: str) -> bool:
+        if time.monotonic() < self.until:
+            return False
+        say(f"no time for {what}")
+        return True
+
+    def write(self, name: str, cases: Cases) -> None:
+        record.write(name, cases, on_gpu=self.on_gpu)
+
+
+def decode(bench: Bench, kind: Kind, steps: int) -> None:
     """Step times by the number of distinct adapters, and what they add to the base model's."""
-    base = BaseModel.from_model(model)
-    source = VariedSource(base, DECODE_RANK, ROWS, model.dtype)
-    ids = list(source.ids())
+    engine, meter, ids = bench.engine, bench.meter, kind.ids
+    gate(engine, ids, bench.vocab)
     cases: Cases = {}
-    most = min(shape.max_context - 8, steps + 16)
-    with metered(model, source, shape, settings_of(shape, ROWS)) as (engine, meter):
-        gate(engine, ids, model.config.vocab_size)
-        for distinct in (*DISTINCT[:1], *DISTINCT):  # the first is run twice: to warm up
+    most = min(bench.shape.max_context - 8, steps + 16)
+    for distinct in (*DISTINCT[:1], *DISTINCT):  # the first is run twice: to warm up
+        there = bring_up(engine, ids[:distinct], Tier.GPU)
+        if len(there) < distinct:
+            raise TimeoutError(f"{distinct - len(there)} adapters did not come to the GPU")
+        chosen = [ids[row % distinct] if distinct else None for row in range(ROWS)]
+
+        def run(tokens: int, chosen: Sequence[str | None] = chosen) -> None:
             meter.steps.clear()
-            bring_up(engine, ids[:distinct], Tier.GPU)
-            chosen = [ids[row % distinct] if distinct else None for row in range(ROWS)]
-            asked = [ask(engine, each, [1 + row], most) for row, each in enumerate(chosen)]
+            asked = [ask(engine, each, [1 + row], tokens) for row, each in enumerate(chosen)]
             for each in asked:
                 each.done.wait()
-            seconds = meter.step_seconds(ROWS)[8:]
-            if len(seconds) < 4:
-                raise RuntimeError(f"only {len(seconds)} steps had {ROWS} rows")
-            cases[f"{ROWS} rows, {distinct} adapters"] = {
-                **record.spread(seconds),
-                "steps": len(seconds),
-                "adapter_bytes": distinct * source.bytes_each,
-            }
-    alone = cases[f"{ROWS} rows, 0 adapters"]["us"]
-    for name, case in cases.items():
-        case["added_us"] = round(case["us"] - alone, 2)  # type: ignore[operator]
-        print(f"{name:28} {case['us']:>10} µs a step, {case['added_us']:>9} for LoRA", flush=True)
-    return cases
 
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def figures(asked: Sequence[Asked], before: Stats, after: Stats, meter: Meter) -> dict[str, object]:
-    """Of one run."""
-    first = [each.first_s - each.at_s for each in asked if each.first_s]
-    wall = max(each.done_s for each in asked) - min(each.at_s for each in asked)
-    found = _difference(after.requests, before.requests)
-    by_tier = {tier: sum(n for (t, _), n in found.items() if t == tier) for tier, _ in found}
-    total = sum(by_tier.values()) or 1
-    return {
-        "requests_per_s": round(len(asked) / wall, 3),
-        "tokens_per_s": round(sum(each.tokens for each in asked) / wall, 1),
-        "ttft_p50_ms": round(1e3 * percentile(first, 0.5), 2),
-        "ttft_p99_ms": round(1e3 * percentile(first, 0.99), 2),
-        "found_in": {tier: round(n / total, 4) for tier, n in by_tier.items() if n},
-        "gpu_evictions": sum(after.evictions.values()) - sum(before.evictions.values()),
-        "rows_per_step": round(statistics.fmean(step.rows for step in meter.steps), 2),
-        "adapters_per_step": round(statistics.fmean(step.adapters for step in meter.steps), 2),
-        "steps": len(meter.steps),
-        "seconds": round(wall, 2),
-    }
-
-
-def _difference(
-    after: Mapping[tuple[str, str], int], before: Mapping[tuple[str, str], int]
-) -> dict[tuple[str, str], int]:
-    return {key: n - before.get(key, 0) for key, n in after.items()}
+        run(most)
+        timed = meter.decode_steps(ROWS)[8:]
+        if len(timed) < 4:
+            raise RuntimeError(f"only {len(timed)} steps had {ROWS} rows")
+        case: dict[str, Any] = {
+            **record.spread([step for step, _ in timed]),
+            "host_us": record.spread([step - runner for step, runner in timed])["us"],
+            "steps": len(timed),
+            "adapter_bytes": distinct * bench.source.bytes_each[kind.name],
+            "kernel_limit_us": kernel_limit_us(engine.cache.layout, kind.rank, ROWS, distinct),
+        }
+        if distinct in (DISTINCT[0], DISTINCT[-1]):
+            case["lora_kernels_a_step"] = lora_kernels_a_step(engine, meter, lambda: run(24))
+        alone = cases.setdefault(f"{ROWS} rows, 0 adapters", case)
+        case["added_us"] = round(case["us"] - alone["us"], 2)
+        if distinct:
+            case["of_kernel_limit"] = round(case["added_us"] / case["kernel_limit_us"], 3)
+        else:  # the second run of it counts
+            case["added_us"] = 0.0
+        cases[f"{ROWS} rows, {distinct} adapters"] = case
+        bench.write("serving_decode", cases)
+        say(
+            f"{ROWS} rows, {distinct:2} adapters: {case['us']:>10} µs a step (host "
+            f"{case['host_us']}), {case['added_us']:>9} for LoRA, where the kernels' targets allow "
+            f"{case['kernel_limit_us']}; LoRA kernels: {case.get('lora_kernels_a_step', '?')}"
+        )
 
 
 def bandwidth() -> float:
@@ -175,95 +191,97 @@ def bandwidth() -> float:
 
 
 def workload(
-    model: Any, shape: Shape, counts: Sequence[int], skews: Sequence[float], requests: int
-) -> Cases:
-    """Saturation, then the offered load, for each number of adapters and each skew."""
-    base, vocab = BaseModel.from_model(model), model.config.vocab_size
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    saturated_at: dict[float, float] = {}  # by skew: of the fewest adapters
-    bytes_per_s = bandwidth() if shape.device.type == "cuda" else None
+    bench: Bench, kind: Kind, plan: Sequence[tuple[int, float]], requests: int, name: str
+) -> None:
+    """Saturation, then the offered load, for each number of adapters and skew of the plan; the
+    fewest adapters come first."""
+    say(f"{kind.size} adapters come into CPU memory")
+    loading_s = min(LOADING_S, bench.until - time.monotonic())
+    ids = bring_up(bench.engine, kind.ids, Tier.HOST, loading_s)
+    say(f"{len(ids)} are there")
+    if len(ids) < plan[0][0]:
+        return
+    gate(bench.engine, ids, bench.vocab)
     cases: Cases = {}
-    for count in counts:
-        source = VariedSource(base, SERVE_RANK, count, model.dtype)
-        ids = list(source.ids())
-        with metered(model, source, shape, settings_of(shape, ROWS)) as (engine, meter):
-            bring_up(engine, ids, Tier.HOST)
-            copies = engine.cache.stats().resident_adapters[Tier.HOST]
-            assert copies == count, f"{count} adapters have only {copies} different contents"
-            gate(engine, ids, vocab)
-            serve(engine, meter, shape, Load("warm-up", 1.0, None, 2 * ROWS), ids, vocab)
-            for skew in skews:
-                load = Load("saturated", skew, None, requests)
-                case = serve(engine, meter, shape, load, ids, vocab)
-                rate = saturated_at.setdefault(skew, float(str(case["requests_per_s"])))
-                if bytes_per_s is not None:
-                    case |= predicted(case, weights, source.bytes_each, bytes_per_s)
-                cases[f"{count} adapters, skew {skew}, saturated"] = case
-                load = Load("offered", skew, LOAD * rate, requests)
-                case = serve(engine, meter, shape, load, ids, vocab)
-                case["offered_per_s"] = round(LOAD * rate, 3)
-                cases[f"{count} adapters, skew {skew}, offered"] = case
-                for name in list(cases)[-2:]:
-                    print(f"{name:36} {line(cases[name])}", flush=True)
-    return cases
+    for count, skew in plan:
+        count = min(count, len(ids))
+        its, point = ids[:count], f"{count} adapters, skew {skew}"
+        if bench.is_late(point):
+            break
+        fewest = next((key for key in cases if key.endswith(f"skew {skew}, saturated")), None)
+        first = cases[fewest] if fewest else None
+        offered = cases[fewest.replace("saturated", "offered")] if fewest else None
+        shape = replace(bench.shape, output_tokens=(1, 16))
+        warm_up = Load("warm-up", skew, None, 2 * ROWS)
+        serve(bench.engine, bench.meter, shape, warm_up, its, bench.vocab)
+        case = run_load(bench, Load("saturated", skew, None, requests), its)
+        case |= predicted(bench, case, first, bench.source.bytes_each[kind.name])
+        cases[f"{point}, saturated"] = case
+        bench.write(name, cases)
+        rate = LOAD * float((first or case)["full_requests_per_s"])
+        say(f"{point}, saturated: {line(case)}")
+        case = run_load(bench, Load("offered", skew, rate, requests), its)
+        case["offered_per_s"] = round(rate, 3)
+        if offered is not None:
+            case["of_fewest"] = round(case["requests_per_s"] / offered["requests_per_s"], 4)
+        cases[f"{point}, offered"] = case
+        bench.write(name, cases)
+        say(f"{point}, offered:   {line(case)}")
 
 
-class Load(NamedTuple):
-    """Requests, by S-LoRA's law; ``rate`` None: all at once."""
-
-    name: str
-    skew: float
-    rate: float | None
-    requests: int
-
-
-def serve(
-    engine: Engine, meter: Meter, shape: Shape, load: Load, ids: Sequence[str], vocab: int
-) -> dict[str, object]:
-    """Serve a load; its figures."""
-    arrivals = drawn(shape, load, ids)
-    # Every prompt is its own, in every load: no prefix is shared.
-    rng = random.Random(f"{load.name} {load.skew}")
-    prompts = [[rng.randrange(vocab) for _ in range(a.prompt_tokens)] for a in arrivals]
-    meter.steps.clear()
-    before = engine.cache.stats()
-    asked = run(engine, arrivals, prompts, at_once=load.rate is None)
-    return figures(asked, before, engine.cache.stats(), meter)
-
-
-def drawn(shape: Shape, load: Load, ids: Sequence[str]) -> list[Arrival]:
-    """S-LoRA's arrivals, with the lengths of the shape."""
-    rng = random.Random(3)
-    options: dict[str, Any] = {"cv": 1.0, "alpha": load.skew, "base_share": 0.0, "seed": 3}
-    return [
-        replace(
-            arrival,
-            prompt_tokens=rng.randint(*shape.prompt_tokens),
-            output_tokens=rng.randint(*shape.output_tokens),
-        )
-        for arrival in draw(Workload("slora", load.requests, load.rate or 1.0, **options), ids)
-    ]
+def run_load(bench: Bench, load: Load, ids: Sequence[str]) -> dict[str, Any]:
+    return serve(bench.engine, bench.meter, bench.shape, load, ids, bench.vocab)
 
 
 def predicted(
-    case: Mapping[str, Any], weights: int, each: int, bytes_per_s: float
-) -> dict[str, object]:
-    """Rows a second if a step took what reading its weights takes, and what share that we reach."""
-    step_s = (weights + case["adapters_per_step"] * each) / bytes_per_s
-    rows_per_s = case["steps"] * case["rows_per_step"] / case["seconds"]
-    return {
-        "rows_per_s": round(rows_per_s, 1),
-        "predicted_rows_per_s": round(case["rows_per_step"] / step_s, 1),
-        "of_predicted": round(rows_per_s * step_s / case["rows_per_step"], 3),
-        "copy_GBps": round(bytes_per_s / 1e9, 1),
-    }
+    bench: Bench, case: Mapping[str, Any], fewest: Mapping[str, Any] | None, each: int
+) -> dict[str, Any]:
+    """What share is reached of the steps a second that reading the weights of base and distinct
+    adapters allows: by the GPU's bandwidth, and by the steps with the fewest adapters."""
+    found: dict[str, Any] = {}
+    step_bytes = bench.read_bytes + case["adapters_per_step"] * each
+    step_s = case["full_seconds"] / case["full_steps"]
+    if bench.bytes_per_s is not None:
+        kv = case["kv_tokens_per_step"] * bench.kv_bytes
+        found = {
+            "of_predicted": round(step_bytes / bench.bytes_per_s / step_s, 3),
+            "of_predicted_with_kv": round((step_bytes + kv) / bench.bytes_per_s / step_s, 3),
+            "copy_GBps": round(bench.bytes_per_s / 1e9, 1),
+        }
+    if fewest is not None:
+        fewer = bench.read_bytes + fewest["adapters_per_step"] * each
+        predicted = fewest["full_tokens_per_s"] * fewer / step_bytes
+        found["of_predicted_from_fewest"] = round(case["full_tokens_per_s"] / predicted, 3)
+    return found
 
 
-def line(case: Mapping[str, object]) -> str:
+def line(case: Mapping[str, Any]) -> str:
+    shares = {key: value for key, value in case.items() if key.startswith("of_")}
     return (
         f"{case['requests_per_s']:>8} requests/s, {case['tokens_per_s']:>8} tokens/s, first token "
-        f"{case['ttft_p50_ms']} / {case['ttft_p99_ms']} ms, found in {case['found_in']}"
+        f"{case['ttft_p50_ms']} / {case['ttft_p99_ms']} ms, found in {case['found_in']} {shares}"
     )
+
+
+def compile_ahead() -> threading.Thread:
+    """Compile the LoRA kernels by all cores, while the model is made."""
+    from kernel_cases import Case
+    from kernel_compile import RULE, compile_all
+
+    cases = [
+        Case("decode", shape, "16", tokens, "distinct")
+        for shape in ("qkv", "o_proj", "gate_up", "down")
+        for tokens in (1, 17, 64, 512, 1024)
+    ]
+
+    def compile_them() -> None:
+        for wrong in compile_all([(case, RULE) for case in cases]):
+            say(f"not compiled ahead: {wrong}")
+        say("kernels are compiled")
+
+    thread = threading.Thread(target=compile_them)
+    thread.start()
+    return thread
 
 
 def main() -> None:
@@ -271,21 +289,36 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cases, shorter")
     parser.add_argument("--only", choices=("decode", "workload"), help="one part")
     parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--minutes", type=float, help="no case begins later; with --quick 6")
+    parser.add_argument("--requests", type=int, help="of each load")
     args = parser.parse_args()
+    minutes = args.minutes or (6.0 if args.quick else float("inf"))
+    until = time.monotonic() + 60 * minutes
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shape = Shape.of(device)
+    compiling = compile_ahead() if device.type == "cuda" else None
     if device.type == "cpu":
         torch.set_num_threads(1)  # products as small as these take longer with more
-    on_gpu, model = device.type == "cuda", shape.model()
-    if args.only != "workload":
-        cases = decode(model, shape, 64 if args.quick else 256)
-        print(f"written to {record.write('serving_decode', cases, on_gpu=on_gpu)}")
-    if args.only != "decode":
-        counts = [5, 100, 1000, 2000] if shape.name == "8B" else [5, 50, 200]
-        counts = [counts[0], counts[-1]] if args.quick else counts
-        skews = (0.3,) if args.quick else (0.1, 0.3, 1.0)
-        cases = workload(model, shape, counts, skews, 200 if args.quick else 600)
-        print(f"written to {record.write('serving_workload', cases, on_gpu=on_gpu)}")
+    model = shape.model()
+    say("the model is made")
+    counts = [5, 100, 1000, 2000] if shape.name == "8B" else [5, 50, 200]
+    requests = args.requests or (150 if args.quick else 400)
+    kinds = [Kind("wide", 16, ALL_LINEAR, ROWS), Kind("slora", 8, ATTENTION, counts[-1])]
+    plan = [(count, skew) for skew in (0.3, 1.0, 0.1) for count in (counts[0], counts[-1])]
+    if not args.quick:
+        plan += [(count, skew) for skew in (0.3, 1.0, 0.1) for count in counts[1:-1]]
+    source = VariedSource(BaseModel.from_model(model), kinds, model.dtype)
+    if compiling is not None:
+        compiling.join()
+    with metered(model, source, shape, settings_of(shape)) as (engine, meter):
+        say("the engine runs")
+        bench = Bench(engine, meter, shape, source, model)
+        bench.until = until
+        if args.only != "workload":
+            decode(bench, kinds[0], 64 if args.quick else 256)
+        if args.only != "decode":
+            workload(bench, kinds[1], plan, requests, "serving_workload")
+    say("done")
 
 
 if __name__ == "__main__":

@@ -1,40 +1,44 @@
-"""What `bench_serving.py` measures: a model, thousands of adapters that differ, and the example
-engine with a meter in it."""
+"""What `bench_serving.py` and `bench_attach.py` measure: a model, adapters that differ, and the
+example engine with a meter in it."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
 
-from adaptercache import AdapterNotFound, BaseModel, Tier
+from adaptercache import AdapterNotFound, BaseModel, Source, Tier
 from adaptercache.kernels import LoraBatch
 from adaptercache.testing import random_adapter
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import serve
+import serve_model
 from churn_workload import Arrival, Workload, draw
 from serve_engine import Engine
 from serve_job import Finished, Job, Sampling, Settings
-from serve_runner import Runner
 from serve_tiny import tiny_model
 
 __all__ = [
+    "ALL_LINEAR",
+    "ATTENTION",
+    "GROUPS",
     "Arrival",
-    "Asked",
     "Engine",
+    "Finished",
     "Job",
+    "Kind",
     "Meter",
     "Sampling",
     "Settings",
@@ -42,30 +46,60 @@ __all__ = [
     "Step",
     "VariedSource",
     "Workload",
-    "ask",
     "bring_up",
     "draw",
     "metered",
-    "run",
+    "say",
+    "serve_model",
 ]
 
+DISK_BYTES = 16 << 30
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+GROUPS = serve.GROUPS
+
+_began = time.perf_counter()
+
+
+def say(text: str) -> None:
+    """A line with the seconds since the start."""
+    print(f"[{time.perf_counter() - _began:6.1f} s] {text}", flush=True)
+
+
+class Kind(NamedTuple):
+    """Adapters of one shape, called ``name-00000`` and so on."""
+
+    name: str
+    rank: int
+    targets: tuple[str, ...]
+    size: int
+
+    @property
+    def ids(self) -> list[str]:
+        return [f"{self.name}-{number:05d}" for number in range(self.size)]
 
 
 class VariedSource:
-    """Any number of adapters of one shape whose contents all differ: one adapter's file, of which a
+    """Any number of adapters whose contents all differ: of each kind one adapter's file, of which a
     few weights are the number's own. So thousands take no time to make."""
 
-    def __init__(self, base: BaseModel, rank: int, count: int, dtype: torch.dtype) -> None:
-        tensors, config = random_adapter(base, rank=rank, targets=ATTENTION, dtype=dtype)
-        weights = save(tensors)
-        self._files = {
-            "adapter_config.json": json.dumps(config).encode(),
-            "adapter_model.safetensors": weights,
+    def __init__(self, base: BaseModel, kinds: Sequence[Kind], dtype: torch.dtype) -> None:
+        self._files: dict[str, dict[str, bytes]] = {}
+        self.bytes_each: dict[str, int] = {}
+        for kind in kinds:
+            tensors, config = random_adapter(
+                base, rank=kind.rank, targets=kind.targets, dtype=dtype
+            )
+            self._files[kind.name] = {
+                "adapter_config.json": json.dumps(config).encode(),
+                "adapter_model.safetensors": save(tensors),
+            }
+            self.bytes_each[kind.name] = sum(tensor.nbytes for tensor in tensors.values())
+        self._ids = {
+            adapter_id: (kind.name, number)
+            for kind in kinds
+            for number, adapter_id in enumerate(kind.ids)
         }
-        self.bytes_each = sum(tensor.nbytes for tensor in tensors.values())
-        self._begin = 8 + int.from_bytes(weights[:8], "little")  # where the weights begin
-        self._ids = {f"adapter-{number:05d}": number for number in range(count)}
 
     def ids(self) -> Iterable[str]:
         return list(self._ids)
@@ -76,18 +110,21 @@ class VariedSource:
         return "1"
 
     def files(self, adapter_id: str, revision: str) -> Mapping[str, int]:
-        return {name: len(content) for name, content in self._files.items()}
+        kind, _ = self._ids[adapter_id]
+        return {name: len(content) for name, content in self._files[kind].items()}
 
     def read(self, adapter_id: str, revision: str, name: str, offset: int, into: memoryview) -> int:
-        content = self._files[name]
+        kind, number = self._ids[adapter_id]
+        content = self._files[kind][name]
         piece = memoryview(content)[offset : offset + len(into)]
         into[: len(piece)] = piece
         if name.endswith(".safetensors"):
             # The first weights' lowest bytes: one bit each, so that they stay near what they were.
+            begin = 8 + int.from_bytes(content[:8], "little")  # where the weights begin
             for bit in range(16):
-                at = self._begin + 8 * bit - offset
+                at = begin + 8 * bit - offset
                 if 0 <= at < len(piece):
-                    into[at] = (into[at] & 0xFE) | (self._ids[adapter_id] >> bit & 1)
+                    into[at] = (into[at] & 0xFE) | (number >> bit & 1)
         return len(piece)
 
 
@@ -109,14 +146,14 @@ class Shape:
     def of(cls, device: torch.device) -> Shape:
         """8B shapes on a GPU, S-LoRA's lengths; the tiny model elsewhere."""
         if device.type == "cuda":
-            sizes = (64 << 30, 32 << 30, 2 << 20)
+            sizes = (64 << 30, 34 << 30, 2 << 20)
             return cls("8B", device, (8, 512), (8, 512), 1024, 1024, *sizes)
         return cls("tiny", device, (8, 64), (4, 32), 128, 128, 32 << 20, 256 << 20, 64 << 10)
 
     def model(self) -> Any:
         """With random weights."""
         if self.name == "tiny":
-            return tiny_model()
+            return tiny_model().to(self.device)
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -138,124 +175,100 @@ class Shape:
 
 
 class Step(NamedTuple):
-    """``at_s``: when its computing began. ``is_decode``: no prompt was in it."""
+    """``at_s``: when its computing began; ``runner_s``: how long it took, launches and all.
+    ``jobs``: requests in it, of which ``decoding`` had no prompt left. ``kv_tokens``: whose keys
+    and values were read. ``new_tokens``: that came out. ``waiting``: requests that were not in."""
 
     at_s: float
+    runner_s: float
+    jobs: int
+    decoding: int
     rows: int
     adapters: int
-    is_decode: bool
+    kv_tokens: int
+    new_tokens: int
+    waiting: int
 
 
 class Meter:
     """A runner that notes each step, in front of the engine's own."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.block_size = runner.block_size
-        self.padded, self.close = runner.padded, runner.close
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._runner = engine, engine._runner
+        self.block_size = self._runner.block_size
+        self.padded, self.close = self._runner.padded, self._runner.close
         self.steps: list[Step] = []
 
     def __call__(self, work: Sequence[tuple[Job, int]], lora: LoraBatch) -> list[int]:
-        adapters = len({slot for slot, _ in lora.segments} - {-1})
-        rows = sum(count for _, count in work)
-        is_decode = all(job.num_pending == 1 for job, _ in work)
-        self.steps.append(Step(time.perf_counter(), rows, adapters, is_decode))
-        return self._runner(work, lora)
+        began = time.perf_counter()
+        chosen = self._runner(work, lora)
+        took = time.perf_counter() - began
+        self.steps.append(
+            Step(
+                began,
+                took,
+                len(work),
+                sum(job.num_pending == 1 for job, _ in work),
+                sum(count for _, count in work),
+                len({slot for slot, _ in lora.segments} - {-1}),
+                sum(job.computed + count for job, count in work),
+                sum(job.num_pending == count for job, count in work),
+                self._engine.num_waiting,
+            )
+        )
+        return chosen
 
-    def step_seconds(self, rows: int) -> list[float]:
-        """Of the steps in which so many decoded, up to the next step's beginning."""
+    def decode_steps(self, rows: int) -> list[tuple[float, float]]:
+        """Seconds of the steps in which so many decoded and nothing else was computed, up to the
+        next step's beginning; and those of them that the runner took."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return [
-            after.at_s - step.at_s
+            (after.at_s - step.at_s, step.runner_s)
             for step, after in pairs
-            if step.is_decode and after.is_decode and step.rows == after.rows == rows
+            if step.decoding == step.rows == after.decoding == after.rows == rows
         ]
+
+    def full_steps(self) -> tuple[list[Step], float]:
+        """The steps while requests waited, but for the first few; and the seconds that they took.
+        So neither the start nor the last requests' end, when batches are small, is in them."""
+        last = max((n for n, step in enumerate(self.steps) if step.waiting), default=0)
+        last = last or len(self.steps) - 1  # so few requests that none waited
+        first = min(8, last // 4)
+        steps = self.steps[first:last]
+        return steps, self.steps[last].at_s - self.steps[first].at_s
 
 
 @contextmanager
 def metered(
-    model: Any, source: VariedSource, shape: Shape, settings: Settings, **options: Any
+    model: Any, source: Source, shape: Shape, settings: Settings, **options: Any
 ) -> Iterator[tuple[Engine, Meter]]:
-    """An engine that runs, with a meter in it."""
+    """An engine that runs, with a meter in it. Its disk is memory, where there is enough: what is
+    measured begins in CPU memory, and here it comes there sooner."""
+    memory = Path("/dev/shm")
+    is_roomy = memory.is_dir() and shutil.disk_usage(memory).free > 2 * DISK_BYTES
     options = {
         "gpu_bytes": shape.gpu_bytes,
         "host_bytes": shape.host_bytes,
         "host_block_bytes": shape.host_block_bytes,
         "max_rank": 16,
-        "disk_bytes": 16 << 30,  # of thousands of 8B's adapters: CPU memory holds them all
+        "disk_bytes": DISK_BYTES,  # of thousands of 8B's adapters: CPU memory holds them all
     } | options
-    with serve.build(model, source, settings, **options) as engine:
-        meter = Meter(engine._runner)
+    with ExitStack() as stack:
+        if is_roomy:
+            options["disk_dir"] = stack.enter_context(TemporaryDirectory(dir=memory))
+        engine = stack.enter_context(serve.build(model, source, settings, **options))
+        meter = Meter(engine)
         engine._runner = meter  # type: ignore[assignment]  # it is called alike
         yield engine, meter
 
 
-@dataclass(slots=True, eq=False)
-class Asked:
-    """A request, and when what happened to it happened."""
-
-    at_s: float
-    first_s: float = 0.0
-    done_s: float = 0.0
-    tokens: int = 0
-    error: Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-class Noting(SimpleQueue):  # type: ignore[type-arg]
-    """The events of a job, noted as they come and not kept."""
-
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-
-    def put(self, item: int | Finished | Exception, *_: Any, **__: Any) -> None:
-        asked, now = self._asked, time.perf_counter()
-        if isinstance(item, int):
-            asked.tokens += 1
-            asked.first_s = asked.first_s or now
-            return
-        if isinstance(item, Exception):
-            asked.error = item
-        asked.done_s = now
-        asked.done.set()
-
-
-def ask(engine: Engine, adapter_id: str | None, prompt: list[int], max_tokens: int) -> Asked:
-    """Submit a request."""
-    asked = Asked(time.perf_counter())
-    engine.submit(Job(adapter_id, prompt, max_tokens, Sampling(), Noting(asked)))
-    return asked
-
-
-def run(
-    engine: Engine, arrivals: Sequence[Arrival], prompts: Sequence[list[int]], *, at_once: bool
-) -> list[Asked]:
-    """Ask for all of them, each at its time or all at once, and wait until the last has ended.
-
-    Raises:
-        Exception: what a request has failed of.
-    """
-    start, asked = time.perf_counter(), []
-    for arrival, prompt in zip(arrivals, prompts, strict=True):
-        if not at_once:
-            time.sleep(max(0.0, start + arrival.at_s - time.perf_counter()))
-        asked.append(ask(engine, arrival.adapter_id, prompt, arrival.output_tokens))
-    for each in asked:
-        each.done.wait()
-        if each.error is not None:
-            raise each.error
-    return asked
-
-
-def bring_up(engine: Engine, ids: Sequence[str], to: Tier, timeout_s: float = 600.0) -> None:
-    """Load all of these.
-
-    Raises:
-        TimeoutError: they are not all there in time.
-    """
+def bring_up(engine: Engine, ids: Sequence[str], to: Tier, timeout_s: float = 600.0) -> list[str]:
+    """Load all of these, or as many as can be in the time; returns which are there."""
     deadline = time.monotonic() + timeout_s
-    while missing := set(ids) - engine.cache.resident(to):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(missing)} adapters of {len(ids)} are not in {to}")
-        engine.cache.prefetch(sorted(missing)[:64], to=to)
-        time.sleep(0.02)
+    while True:
+        there = engine.cache.resident(to)
+        missing = [each for each in ids if each not in there]
+        if not missing or time.monotonic() > deadline:
+            return [each for each in ids if each in there]
+        engine.cache.prefetch(missing[:64], to=to)
+        time.sleep(0.01)

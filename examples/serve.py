@@ -98,7 +98,9 @@ def build(
         # 4. The model over the arena's KV views, and the engine. From here on the engine's thread
         # has model and KV to itself.
         with torch.inference_mode():
-            runner = Runner(PagedLlama(model, cache, settings.max_context), cache)
+            llama = PagedLlama(model, cache, settings.max_context)
+            runner = Runner(llama, cache, settings.max_context)
+            runner.capture(settings.max_running)
         engine = Engine(cache, runner, settings)
         engine.start()
         try:
@@ -131,9 +133,10 @@ def open_model(folder: Path | None, device: torch.device) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     if folder is None:
         return tiny_model().to(device), ByteTokenizer()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    options = {"torch_dtype" if __version__.startswith("4.") else "dtype": "auto"}
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -14,15 +14,17 @@ TILE = 64  # tokens that a program reads at once
 
 
 def attend_in_place(q: Tensor, view: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
-    """`attend` for Q = 1, by one program a sequence and key/value head."""
+    """`attend` for Q = 1, by one program a sequence and key/value head. A row's heads lie side by
+    side; rows may be apart."""
     rows, heads, head_dim = q.shape
     _, _, block_size, kv_heads, _ = view.shape
+    assert q.stride()[1:] == (head_dim, 1)
     positions = positions[:, 0].contiguous()
-    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     shared = heads // kv_heads
     _attend_kernel[(rows, kv_heads)](
         *(q, view, tables, positions, out),
-        *(tables.stride(0), view.stride(0), head_dim**-0.5 * LOG2_E),
+        *(q.stride(0), tables.stride(0), view.stride(0), head_dim**-0.5 * LOG2_E),
         BLOCK_SIZE=block_size,
         KV_HEADS=kv_heads,
         SHARED=shared,
@@ -42,6 +44,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     tables_ptr,
     positions_ptr,
     out_ptr,
+    q_stride,
     table_stride,
     page_stride,
     scale,  # of the scores, in powers of two
@@ -56,9 +59,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     row, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(positions_ptr + row) + 1
     head, column, token = tl.arange(0, SHARED_TILE), tl.arange(0, HEAD_TILE), tl.arange(0, TILE)
-    at = ((row * KV_HEADS + kv_head) * SHARED + head)[:, None] * HEAD_DIM + column[None, :]
+    at = (kv_head * SHARED + head)[:, None] * HEAD_DIM + column[None, :]
     is_head = (head[:, None] < SHARED) & (column[None, :] < HEAD_DIM)
-    q = tl.load(q_ptr + at, mask=is_head, other=0.0)
+    q = tl.load(q_ptr + row * q_stride + at, mask=is_head, other=0.0)
     largest = tl.full([SHARED_TILE], float("-inf"), tl.float32)
     total = tl.zeros([SHARED_TILE], tl.float32)
     y = tl.zeros([SHARED_TILE, HEAD_TILE], tl.float32)
@@ -79,4 +82,5 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weight, axis=1)
         y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         largest = new
+    out_ptr += row * KV_HEADS * SHARED * HEAD_DIM
     tl.store(out_ptr + at, (y / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_head)

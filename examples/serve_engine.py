@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from adaptercache import AdapterCache, CacheClosed, Digest, Lease, Request, prefix_keys
+from adaptercache import AdapterCache, CacheClosed, Caps, Digest, Lease, Request, prefix_keys
 from serve_job import Finished, Job, Overloaded, Settings
 from serve_kv import Blocks, check_room
 from serve_runner import Runner
@@ -44,8 +44,11 @@ class Engine:
         self.blocks = Blocks(cache)
         self._runner = runner
         self._block_size = runner.block_size
+        # Every request of the batch brings a token into a step, at the least.
+        self._caps = Caps(adapters=settings.max_adapters, tokens=settings.max_running)
         check_room(cache, settings.max_adapters, settings.max_context)
         self._arrived: deque[Job] = deque()  # other threads append
+        self._aborted: deque[Job] = deque()  # likewise
         self._superseded: deque[Digest] = deque()  # likewise
         self._waiting: dict[str, Job] = {}  # in order of arrival
         self._preempted: deque[Job] = deque()  # in order of admission, before all who wait
@@ -81,12 +84,16 @@ class Engine:
             if len(self._waiting) + len(self._arrived) >= self.settings.max_waiting:
                 raise Overloaded(f"{self.settings.max_waiting} requests wait")
             job.name = f"r{next(self._names)}"
+            # It takes its whole prompt's blocks when it is admitted; fewer after a prefix hit, but
+            # that isn't known before its adapter's digest is.
+            job.request = Request(job.name, job.adapter_id, 1, self._pages_for(len(job.tokens)))
             self._arrived.append(job)
         self._news.set()
 
     def abort(self, job: Job) -> None:
         """Nobody waits for it any more. What it holds is given back before the next step."""
         job.aborted = True
+        self._aborted.append(job)
         self._news.set()
 
     def republished(self, adapter_id: str, old: Digest, new: Digest) -> None:
@@ -135,52 +142,46 @@ class Engine:
     def _take_in(self) -> None:
         while self._arrived:
             job = self._arrived.popleft()
-            self._waiting[job.name] = job
+            if job.aborted:  # perhaps looked for below before it was here
+                self.counts["aborted"] += 1
+            else:
+                self._waiting[job.name] = job
         while self._superseded:
             self.blocks.forget(self._superseded.popleft())
-        for job in [j for j in self._everybody() if j.aborted]:
-            self.counts["aborted"] += 1
-            self._remove(job)
+        while self._aborted:
+            job = self._aborted.popleft()
+            if self._is_here(job):
+                self.counts["aborted"] += 1
+                self._remove(job)
 
     def _admit(self) -> None:
         """Preempted jobs come back first; then the cache says who of those that wait can join."""
         while self._preempted and self._begin(self._preempted[0]):
             self._running.append(self._preempted.popleft())
-        room = self.settings.max_running - len(self._running)
-        if self._preempted or not room:
+        if self._preempted or len(self._running) == self.settings.max_running:
             # Nobody is admitted, but loads go on: a hint, for those who come next.
             soon = itertools.islice(self._waiting.values(), self.settings.max_running)
             self.cache.prefetch(job.adapter_id for job in soon)
             return
         admission = self.cache.admit(
-            [self._request(job) for job in self._waiting.values()],  # all: who is missing is gone
-            running=[(self._request(job), job.lease) for job in self._running if job.lease],
-            max_adapters=self.settings.max_adapters,
+            [job.request for job in self._waiting.values()],  # all: who is missing is gone
+            running=[(job.request, job.lease) for job in self._running if job.lease],
+            caps=self._caps,
         )
         for request, error in admission.failed:  # that request's own error, nobody else's
             self._waiting.pop(request.request_id).events.put(error)
         for request, lease in admission.admitted:
-            if room and self._start(self._waiting[request.request_id], lease):
-                room -= 1
-            else:
+            if not self._start(self._waiting[request.request_id], lease):
                 lease.release()  # it goes on waiting, at its old place
         self._make_room(admission.pages_wanted, admission.reasons)
 
     def _make_room(self, pages_wanted: int, reasons: Mapping[str, str]) -> None:
-        """Idle KV goes for the first request that lacks pages, and for cold adapters: the cache
-        says what the first of them lacks, and those that come next will lack as much."""
-        cold = {self._waiting[name].adapter_id for name, why in reasons.items() if why == "room"}
-        pages_wanted *= min(len(cold), self.settings.max_adapters)
+        """Idle KV goes for cold adapters, and for the first request that lacks pages."""
         first = next((name for name, why in reasons.items() if why == "kv_pages"), None)
         if first is not None:
             pages_wanted = max(pages_wanted, self._pages_for(len(self._waiting[first].tokens)))
         self.blocks.give_back(pages_wanted)
         self.counts.update(f"deferred_{why}" for why in reasons.values())
-
-    def _request(self, job: Job) -> Request:
-        """A request takes its whole prompt's blocks when it is admitted, fewer after a prefix hit,
-        which can't be known before its adapter's digest is."""
-        return Request(job.name, job.adapter_id, 1, self._pages_for(len(job.tokens)))
 
     def _start(self, job: Job, lease: Lease) -> bool:
         job.lease = lease
@@ -271,6 +272,9 @@ class Engine:
         job.pages = []
         if job.lease is not None:
             job.lease.release()
+
+    def _is_here(self, job: Job) -> bool:
+        return job.name in self._waiting or job in self._running or job in self._preempted
 
     def _everybody(self) -> list[Job]:
         return [*self._running, *self._preempted, *self._waiting.values()]

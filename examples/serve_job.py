@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from adaptercache import Lease
+from adaptercache import Lease, Request
 
 __all__ = ["Finished", "Job", "Overloaded", "Settings"]
+
+
+NOBODYS = Request("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Job:
     events: queue.SimpleQueue[int | Finished | Exception] = field(default_factory=queue.SimpleQueue)
     aborted: bool = False
     name: str = ""
+    request: Request = NOBODYS
     prompt_tokens: int = 0
     cached: int = 0  # tokens of the prompt that the prefix cache had
     lease: Lease | None = None

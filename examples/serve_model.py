@@ -1,18 +1,22 @@
 """A Llama-family model over paged KV, with LoRA for every row's own adapter.
 
-The weights and the small modules (norms, activation, rotary frequencies) are those of the Hugging
-Face model. What is written out here is what paging and LoRA change: where keys and values go, how
-attention finds them, and a call of `add_lora` behind each group of projections.
+The weights, the activation and the rotary frequencies are those of the Hugging Face model. What is
+written out here is what paging and LoRA change: where keys and values go, how attention finds them,
+and a call of `add_lora` behind each group of projections. Projections of one input are one product,
+and what lies between is few launches: a step that decodes is read from memory in milliseconds, and
+each small kernel in it costs two microseconds more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, rms_norm
 
 from adaptercache import AdapterCache, KVLayout
 from adaptercache.kernels import LoraBatch, add_lora
@@ -21,6 +25,8 @@ from serve_attention import attend
 __all__ = ["Group", "PagedLlama", "Rows", "kv_layout"]
 
 FAMILIES = ("llama", "mistral", "qwen2")
+Sites = Set[tuple[int, str]]
+"""Layer and module of the projections that adapters may touch."""
 
 
 def kv_layout(config: Any, dtype: str) -> KVLayout:
@@ -33,7 +39,9 @@ def kv_layout(config: Any, dtype: str) -> KVLayout:
         raise ValueError(f"model_type {config.model_type!r}: one of {', '.join(FAMILIES)}")
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ValueError("sliding-window attention is not in this example")
-    if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3"):
+    # transformers 5, and 4.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", "default") not in ("default", "linear", "llama3"):
         raise ValueError("rotary frequencies that change with the length are not in this example")
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
@@ -82,67 +90,107 @@ class PagedLlama:
     """
 
     def __init__(self, model: Any, cache: AdapterCache, max_context: int) -> None:
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-        self._rotate = apply_rotary_pos_emb
-        self._model = model.model
+        self._embed = model.model.embed_tokens
+        self._norm = model.model.norm
         self._lm_head = model.lm_head
-        self._layers: Sequence[Any] = list(model.model.layers)
-        self._sites = {(site.layer, site.module) for site in cache.layout.sites}
+        sites = {(site.layer, site.module) for site in cache.layout.sites}
+        self._layers = [
+            _Layer(layer, number, sites) for number, layer in enumerate(model.model.layers)
+        ]
         self.device = model.lm_head.weight.device
         # [pages, 2, block_size, kv_heads, head_dim], one a layer: views of the arena itself.
         self._kv = [cache.kv_view(layer) for layer in range(len(self._layers))]
         positions = torch.arange(max_context, device=self.device)[None]
-        weight = model.model.embed_tokens.weight
-        self._cos, self._sin = (table[0] for table in self._model.rotary_emb(weight, positions))
+        cos, sin = model.model.rotary_emb(self._embed.weight, positions)  # [1, positions, head_dim]
+        # Rotating is x · cos + (x with its halves exchanged) · sin, the first half's sin negative.
+        first, second = sin[0].chunk(2, dim=-1)
+        self._cos, self._sin = cos[0], torch.cat((-first, second), dim=-1)
 
     def __call__(self, rows: Rows, lora: LoraBatch | None) -> Tensor:
         """Logits ``[n, vocab]`` of the ``last`` rows. ``lora`` None: nobody has an adapter."""
-        x = self._model.embed_tokens(rows.tokens)
-        cos, sin = self._cos[rows.positions], self._sin[rows.positions]
-        for number, layer in enumerate(self._layers):
-            normed = layer.input_layernorm(x)
-            x = x + self._attention(number, layer.self_attn, normed, (cos, sin), rows, lora)
-            x = x + self._mlp(number, layer.mlp, layer.post_attention_layernorm(x), lora)
-        return self._lm_head(self._model.norm(x[rows.last])).float()  # type: ignore[no-any-return]
+        x = self._embed(rows.tokens)
+        rotary = self._cos[rows.positions][:, None], self._sin[rows.positions][:, None]
+        for layer, view in zip(self._layers, self._kv, strict=True):
+            x = x + _attention(layer, view, _normed(x, layer.before_attention), rotary, rows, lora)
+            x = x + _mlp(layer, _normed(x, layer.before_mlp), lora)
+        return self._lm_head(_normed(x[rows.last], self._norm)).float()  # type: ignore[no-any-return]
 
-    def _attention(
-        self,
-        number: int,
-        attn: Any,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        rows: Rows,
-        lora: LoraBatch | None,
-    ) -> Tensor:
-        q, k, v = self._project(
-            number, x, lora, q_proj=attn.q_proj, k_proj=attn.k_proj, v_proj=attn.v_proj
-        )
-        view = self._kv[number]
-        q, k, v = (y.view(len(x), -1, view.shape[4]) for y in (q, k, v))
-        q, k = self._rotate(q, k, *rotary)
-        # First all new keys and values go to their blocks: a chunk attends to itself, too.
-        view[rows.pages, 0, rows.offsets] = k
-        view[rows.pages, 1, rows.offsets] = v
-        sizes = [group.positions.numel() for group in rows.groups]
-        outputs = [
-            attend(part, view, group.tables, group.positions)
-            for part, group in zip(q.split(sizes), rows.groups, strict=True)
-        ]
-        (y,) = self._project(number, torch.cat(outputs), lora, o_proj=attn.o_proj)
+
+class _Projections:
+    """Linear modules that share their input, computed at once, with LoRA on top.
+
+    The modules keep their weights: as views of the one that is read here.
+    """
+
+    def __init__(self, parent: Any, names: Sequence[str], layer: int, sites: Sites) -> None:
+        modules = [getattr(parent, name) for name in names]
+        self.widths = [len(module.weight) for module in modules]
+        self._weight, self._bias = modules[0].weight, modules[0].bias
+        if len(modules) > 1:
+            with torch.inference_mode(False), torch.no_grad():  # others may use the model, too
+                self._weight = torch.cat([module.weight for module in modules])
+                if self._bias is not None:
+                    self._bias = torch.cat([module.bias for module in modules])
+            parts = self._weight.split(self.widths)
+            for module, part in zip(modules, parts, strict=True):
+                module.weight.data = part
+        self._layer = layer
+        self._is_adapted = [(layer, name) in sites for name in names]
+        self._names = tuple(name for name in names if (layer, name) in sites)
+
+    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """``[rows, sum of widths]``, the modules side by side."""
+        y = linear(x, self._weight, self._bias)
+        if lora is not None and self._names:
+            parts: Tensor | list[Tensor] = y
+            if not all(self._is_adapted):
+                parts = list(compress(y.split(self.widths, dim=1), self._is_adapted))
+            add_lora(parts, x, lora, self._names, layer=self._layer)
         return y
 
-    def _mlp(self, number: int, mlp: Any, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        gate, up = self._project(number, x, lora, gate_proj=mlp.gate_proj, up_proj=mlp.up_proj)
-        (y,) = self._project(number, mlp.act_fn(gate) * up, lora, down_proj=mlp.down_proj)
-        return y
 
-    def _project(
-        self, number: int, x: Tensor, lora: LoraBatch | None, **modules: Any
-    ) -> tuple[Tensor, ...]:
-        """The base's projections of one input, and LoRA on top: one call for all that share it."""
-        outputs = {name: module(x) for name, module in modules.items()}
-        names = tuple(name for name in outputs if (number, name) in self._sites)
-        if lora is not None and names:
-            add_lora([outputs[name] for name in names], x, lora, names, layer=number)
-        return tuple(outputs.values())
+class _Layer:
+    """A decoder layer's modules, by what they are given."""
+
+    def __init__(self, layer: Any, number: int, sites: Sites) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.before_attention = layer.input_layernorm
+        self.before_mlp = layer.post_attention_layernorm
+        self.qkv = _Projections(attention, ("q_proj", "k_proj", "v_proj"), number, sites)
+        self.o = _Projections(attention, ("o_proj",), number, sites)
+        self.gate_up = _Projections(mlp, ("gate_proj", "up_proj"), number, sites)
+        self.down = _Projections(mlp, ("down_proj",), number, sites)
+        self.activation = mlp.act_fn
+
+
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    return rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def _attention(
+    layer: _Layer,
+    view: Tensor,
+    x: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    rows: Rows,
+    lora: LoraBatch | None,
+) -> Tensor:
+    kv_heads, head_dim = view.shape[3:]
+    heads = layer.qkv.widths[0] // head_dim
+    y = layer.qkv(x, lora).view(len(x), -1, head_dim)  # of each row: q's heads, then k's, then v's
+    q, qk, kv = y[:, :heads], y[:, : heads + kv_heads], y[:, heads:]
+    cos, sin = rotary
+    torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin, out=qk)
+    # First all new keys and values go to their blocks: a chunk attends to itself, too.
+    view[rows.pages, :, rows.offsets] = kv.view(len(x), 2, kv_heads, head_dim)
+    sizes = [group.positions.numel() for group in rows.groups]
+    outputs = [
+        attend(part, view, group.tables, group.positions)
+        for part, group in zip(q.split(sizes), rows.groups, strict=True)
+    ]
+    return layer.o(outputs[0] if len(outputs) == 1 else torch.cat(outputs), lora)
+
+
+def _mlp(layer: _Layer, x: Tensor, lora: LoraBatch | None) -> Tensor:
+    gate, up = layer.gate_up(x, lora).chunk(2, dim=1)
+    return layer.down(layer.activation(gate) * up, lora)

@@ -53,8 +53,7 @@ def add_lora(
         add_lora_triton(y, x, batch, group)
         return
     outputs = y.split(group.widths, dim=1) if isinstance(y, Tensor) else y
-    for output, module in zip(outputs, group.modules, strict=True):
-        add_lora_reference(output, x, batch, module, layer, dtype=torch.float32)
+    add_lora_reference(outputs, x, batch, group)
 
 
 def _check(y: Tensor | Sequence[Tensor], x: Tensor, batch: LoraBatch, group: Group) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +97,8 @@ class LoraBatch:
         """Whether a kernel was launched since the work was laid out (see `launch`)."""
         self.has_ended = False
         """Set when its step has ended: its slots may be another adapter's now."""
+        self.adapters: list[Any] | None = None
+        """What `reference` read of them in the tables."""
         self._name = object()  # not itself: the stack would keep it, and it the stack
         if stack.device.type == "cuda":
             self.work()  # for a replay of a graph, which calls nothing else

@@ -176,6 +176,31 @@ def test_once_the_pages_wanted_are_freed_the_cold_adapter_is_admitted_in_few_ste
     assert admit_until(tiny, cache, waiting, steps=5) is not None
 
 
+@pytest.mark.parametrize(
+    ("cap", "slots", "adapters"), [(None, 8, 3), (None, 3, 2), (3, 8, 2), (2, 8, 1), (1, 8, 1)]
+)
+def test_pages_are_wanted_for_as_many_cold_adapters_as_may_join(
+    tiny: Any, cap: int | None, slots: int, adapters: int
+) -> None:
+    source = tiny.source("a", "b", "c")
+    source.put("large", *tiny.tensors(9, rank=16, targets=ALL))
+    with tiny.cache(source, pages=40, gpu_slots=slots) as cache, cache.acquire("large") as large:
+        pages = cache.pages.allocate(23)
+        assert pages is not None
+        waiting = [Request(name, name) for name in "abc"]
+        running = [(Request("r", "large"), large)]
+
+        def admission() -> Any:
+            return cache.admit(waiting, running=running, max_adapters=cap)
+
+        assert tiny.wait_until(lambda: set(admission().reasons.values()) == {"room"})
+        wanted = admission().pages_wanted
+        assert wanted == adapters * SMALL
+        cache.pages.free(pages[:wanted])
+        reasons = ["loading"] * adapters + ["room"] * (3 - adapters)
+        assert list(admission().reasons.values()) == reasons
+
+
 def test_an_arena_full_of_kv_evicts_no_kv_for_an_adapter(tiny: Any, full_of_kv: Any) -> None:
     cache, pages = full_of_kv
     pending = cache.acquire("cold")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adaptercache import AdapterInvalid, AdapterNotFound, AdapterUnsupported, CacheClosed, Tier
 from adaptercache.testing import check_consistent
@@ -18,7 +19,7 @@ pytest.importorskip("transformers")
 import serving
 from serving import World, ask, is_idle, outcome, random_prompt, settle
 
-from serve_runner import Runner
+from serve_runner import Captured, Runner
 
 BLOCK = 16
 
@@ -76,22 +77,33 @@ def test_rows_that_pad_a_graph_change_nothing(
     """All of a graph's steps but the graph, which needs a GPU."""
     replayed = []
 
-    def replay(runner: Any, rows: Any, lora: Any, rank_class: int) -> Any:
-        replayed.append((len(rows.tokens), rows.groups[0].tables.shape[1], rank_class))
-        return runner._model(rows, lora if rank_class else None)
+    def capture(runner: Any, rows: int, lora: Any) -> Any:
+        numbers = runner._numbers((), rows)
+        logits = runner._model(runner._rows(numbers, (), rows), lora)
+        return Captured(None, numbers, logits, logits.argmax(dim=1))  # type: ignore[arg-type]
 
+    def replay(runner: Any, captured: Any, lora: Any) -> None:
+        ((rows, rank_class),) = [k for k, v in runner._graphs.items() if v is captured]
+        replayed.append((rows, rank_class))
+        its = runner._rows(captured.numbers, (), rows)
+        captured.logits.copy_(runner._model(its, lora if rank_class else None))
+        captured.chosen.copy_(captured.logits.argmax(dim=1))
+
+    monkeypatch.setattr(Runner, "_capture", capture)
     monkeypatch.setattr(Runner, "_replay", replay)
+    monkeypatch.setattr(Runner, "_has_graphs", True)
     with world.engine(pages=600) as engine:
-        engine._runner._has_graphs = True
+        captured = set(engine._runner._graphs)
         ids = (None, "adapter-01", "adapter-13", "adapter-01", None)
         jobs = [ask(engine, adapter_id, [7] * 40, 12 + 8 * n) for n, adapter_id in enumerate(ids)]
         for job in jobs:
             expected = world.expected(job.adapter_id, [7] * 40, job.max_tokens)
             assert outcome(job)[0] == expected
-    rows, widths, classes = zip(*replayed, strict=True)
+    rows, classes = zip(*replayed, strict=True)
     assert {1, 2, 4} <= set(rows) <= {1, 2, 4, 8}
-    assert set(widths) == {8}
     assert {0, 16, 64} >= set(classes) > {0}
+    # No step captures one: those of all numbers of rows and rank classes are there at the start.
+    assert captured == {(1 << n, each) for n in range(7) for each in (0, 16, 64)}
 
 
 @pytest.mark.gpu
@@ -103,8 +115,7 @@ def test_graphs_on_a_gpu_give_pefts_tokens(tmp_path: Path) -> None:
     with world.engine(pages=pages, max_adapters=4, max_context=160) as engine:
         jobs = [ask(engine, *request) for request in requests]
         got = [outcome(job, 300)[0] for job in jobs]
-        assert len(engine._runner._graphs) > 3
-        assert engine.counts["steps"] > 3 * len(engine._runner._graphs)
+        assert len(engine._runner._graphs) == 7 * 3
     assert got == [world.expected(*request) for request in requests]
 
 
@@ -261,6 +272,29 @@ def test_what_can_never_run_is_refused_at_once(world: World) -> None:
         assert 0 < overloaded < 100
     with pytest.raises(CacheClosed):
         ask(engine, None, [1], 4)
+
+
+def test_no_more_are_admitted_than_a_step_has_rows(world: World) -> None:
+    with world.engine(pages=600, max_running=3) as engine:
+        jobs = [ask(engine, adapter_id, [1, 2, 3], 6) for adapter_id in [None] * 9 + world.ids[:3]]
+        most = 0
+        while not all(job.events.qsize() for job in jobs):
+            most = max(most, engine.num_running)
+        for job in jobs:
+            assert outcome(job)[0] == world.expected(job.adapter_id, [1, 2, 3], 6)
+        assert most == 3
+        assert engine.counts["deferred_max_tokens"] > 0
+
+
+def test_the_model_is_as_good_as_before_for_others(world: World) -> None:
+    """The engine computes projections of one input as one; the modules keep their weights."""
+    from serve_tiny import tiny_model
+
+    ids = torch.arange(20)[None]
+    with world.engine(pages=600) as engine:
+        outcome(ask(engine, None, [1], 2))
+    with torch.no_grad():
+        assert world.model(ids).logits.equal(tiny_model()(ids).logits)
 
 
 def test_closing_tells_who_still_waits(world: World) -> None:

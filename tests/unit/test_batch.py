@@ -60,8 +60,8 @@ class FakeState:
         self.asked.append((list(admitted), list(waiting), kv_promised))
         return self.placement
 
-    def kv_pages_wanted(self, placement: Placement) -> int:
-        return placement.short
+    def kv_pages_wanted(self, placement: Placement, most: int) -> int:
+        return placement.short + sum(placement.behind[: most - 1])
 
     def number(self, placement: Placement) -> tuple[Load, ...]:
         return self.loads
@@ -153,6 +153,13 @@ def test_who_is_refused_room_is_told_so() -> None:
     decision = plan(requests("x", "y"), state)
     assert decision.reasons == {"r0": "room", "r1": "loading"}
     assert (decision.pages_wanted, decision.refused) == (3, b"x")
+
+
+@pytest.mark.parametrize(("cap", "pages"), [(None, 9), (4, 9), (3, 7), (2, 3), (1, 3)])
+def test_as_many_as_may_join_the_batch_are_asked_room_for(cap: int | None, pages: int) -> None:
+    state = FakeState(placement=Placement((), (), (b"x", b"y", b"z"), 3, (4, 2)))
+    batch = Batch([b"a"], caps=Caps(adapters=cap))
+    assert plan(requests("x", "y", "z"), state, batch).pages_wanted == pages
 
 
 def test_a_resident_adapter_that_is_kept_for_another_says_why() -> None:

@@ -156,6 +156,13 @@ def test_what_is_short_is_told() -> None:
     assert case.place() == Placement((), (), (C,), 2)
 
 
+def test_what_those_behind_take_is_told() -> None:
+    d, e = NAMES[3:5]
+    wants = [Want(C, 4, True), Want(B, 1, True), Want(d, 3, False), Want(e, 2, True, hint=True)]
+    case = case_of({A: (2, "leased")}, wants, free=1)
+    assert case.place() == Placement((), (), (C, B, d), 3, (1, 3))
+
+
 @pytest.mark.parametrize("state", ["idle", "leased", "loading"])
 def test_what_is_there_needs_nothing(state: str) -> None:
     case = case_of({A: (2, state)}, [Want(A, 2, True)])
