@@ -1,0 +1,9 @@
+"""Ray Serve, imported once before any test: it warns of its own use of pydantic."""
+
+import warnings
+from importlib.util import find_spec
+
+if find_spec("ray") is not None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray.serve  # noqa: F401
