@@ -41,7 +41,7 @@ from ray.serve.config import (
 )
 
 import serve
-from adaptercache import BaseModel, DirectorySource
+from adaptercache import BaseModel, DirectorySource, Source
 from adaptercache.integrations.ray import AdapterReplica, AffinityRequestRouter
 from ray_gateway import MOST_REPLICAS, Gateway
 from serve_job import Finished, Job, Sampling, Settings
@@ -76,18 +76,28 @@ class Engine(AdapterReplica):
     ) -> None:
         torch.set_num_threads(1)  # several replicas share the machine
         self._stack = ExitStack()
-        loaded, _ = serve.open_model(model, torch.device(options.pop("device", "cpu")))
-        source = DirectorySource(adapters)
+        loaded, _ = serve.open_model(model, torch.device("cpu"))
+        source = self.source(adapters)
         self.engine = self._stack.enter_context(serve.build(loaded, source, limits, **options))
         self.cache = self.engine.cache
         self._name = ray_serve.get_replica_context().replica_id.unique_id
 
+    def source(self, adapters: Path) -> Source:
+        return DirectorySource(adapters)
+
     async def complete(
         self, tokens: list[int], max_tokens: int, sampling: Sampling
     ) -> AsyncIterator[int | str]:
-        """The replica's name, token by token, and why it ended."""
-        events = Events()
+        """The replica's name, token by token, and why it ended; with the adapter that the call
+        was routed by."""
         adapter_id = ray_serve.get_multiplexed_model_id() or None
+        async for event in self.run(adapter_id, tokens, max_tokens, sampling):
+            yield event
+
+    async def run(
+        self, adapter_id: str | None, tokens: list[int], max_tokens: int, sampling: Sampling
+    ) -> AsyncIterator[int | str]:
+        events = Events()
         job = Job(adapter_id, tokens, max_tokens, sampling, events)
         self.engine.submit(job)
         try:
