@@ -5,14 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
-
-if find_spec("ray") is None:
-    pytest.skip("needs Ray Serve, the extra `ray`: make test-ray", allow_module_level=True)
 
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID
