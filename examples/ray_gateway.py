@@ -35,6 +35,8 @@ class Gateway:
             match request.method, request.url.path:
                 case "POST", "/v1/completions":
                     return await self._complete(await _body(request))
+                case "POST", "/v1/prefetch":
+                    return await self._prefetch(await _body(request))
                 case "GET", "/v1/models":
                     names = [BASE, *sorted(self._source.ids())]
                     return JSONResponse({"object": "list", "data": [{"id": n} for n in names]})
@@ -50,6 +52,14 @@ class Gateway:
         except Exception as error:  # before any part of an answer was sent
             cause = getattr(error, "cause", error)  # as it was in the replica
             return _failed(*status_of(cause), str(cause))
+
+    async def _prefetch(self, body: dict[str, Any]) -> Response:
+        """``{"model": id}``: it will be wanted soon. The hint goes where its requests will."""
+        adapter_id = body.get("model")
+        if not isinstance(adapter_id, str) or adapter_id in ("", BASE):
+            raise BadRequest("model: the id of an adapter")
+        await self._engine.options(multiplexed_model_id=adapter_id).prefetch.remote([adapter_id])
+        return JSONResponse({"model": adapter_id})
 
     def _scale(self, body: dict[str, Any]) -> Response:
         replicas = body.get("replicas")

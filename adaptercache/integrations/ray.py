@@ -55,6 +55,7 @@ class AffinityRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray may not
     def initialize_state(self, *, slack: int = SLACK, **options: Any) -> None:
         """Called by Serve, before all else."""
         self._fleet = Replicas(slack=slack, **options)
+        self._named: dict[str, RunningReplica] = {}
 
     def adapter_id(self, request: PendingRequest) -> str | None:
         """The adapter of a request, None for the base model. To be overridden where requests name
@@ -63,11 +64,13 @@ class AffinityRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray may not
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve when replicas come, go, or publish other stats."""
-        self._fleet.update({_name(r): r.routing_stats for r in replicas})
+        self._named = {r.replica_id.unique_id: r for r in replicas}
+        self._fleet.update({name: r.routing_stats for name, r in self._named.items()})
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Called by Serve where a request met a dead replica, before the controller knows."""
+        self._named.pop(replica_id.unique_id, None)
         self._fleet.left(replica_id.unique_id)
         super().on_replica_actor_died(replica_id)
 
@@ -80,19 +83,20 @@ class AffinityRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray may not
         # Those for whom a replica was found in this turn of the event loop are sent now, and are in
         # its count. Without that a burst is routed as one, by the loads that were before it.
         await asyncio.sleep(0)
-        replicas = {_name(r): r for r in candidate_replicas if r.replica_id in self.curr_replicas}
-        if pending_request is None or not replicas:
-            return [list(replicas.values())]
+        if pending_request is None or not self._named:
+            return [candidate_replicas]
         again = pending_request.routing_context.should_backoff
         pending_request.routing_context.should_backoff = True  # where all are full: wait, not spin
         queues = self.replica_queue_len_cache
         # Not known: idle for a while, and Serve asks before it sends anything there.
-        loads = [(name, queues.get(r.replica_id) or 0) for name, r in replicas.items()]
+        loads = [(name, queues.get(r.replica_id) or 0) for name, r in self._named.items()]
         order = self._fleet.order(
             self.adapter_id(pending_request), loads, time.monotonic(), again=again
         )
-        groups = [[replicas.pop(name)] for name in order if name in replicas]
-        return [*groups, list(replicas.values())] if replicas else groups
+        offered = {id(replica): replica for replica in candidate_replicas}
+        best = [offered.pop(key) for name in order if (key := id(self._named[name])) in offered]
+        groups = [[replica] for replica in best]
+        return [*groups, list(offered.values())] if offered else groups
 
 
 class AdapterReplica:
@@ -112,8 +116,3 @@ class AdapterReplica:
             to: ``"gpu"``, ``"host"`` or ``"disk"``.
         """
         self.cache.prefetch(list(adapter_ids), to=Tier(to))
-
-
-def _name(replica: RunningReplica) -> str:
-    name: str = replica.replica_id.unique_id
-    return name

@@ -41,12 +41,11 @@ def published(cache: AdapterCache) -> dict[str, dict[str, list[str]]]:
     return {KEY: {tier: sorted(ids) for tier, ids in found.items()}}
 
 
-def residency(stats: object) -> dict[str, frozenset[str]] | None:
-    """What `published` gave, as sets by tier; None where this is something else."""
-    ours = stats.get(KEY) if isinstance(stats, Mapping) else None
-    if not isinstance(ours, Mapping):
-        return None
-    return {tier: _ids(ours.get(tier)) for tier in TIERS}
+def residency(said: object) -> dict[str, frozenset[str]]:
+    """What `published` gave under its key, as sets by tier; of anything else, nothing."""
+    if not isinstance(said, Mapping):
+        return {}
+    return {tier: _ids(said.get(tier)) for tier in TIERS}
 
 
 def _ids(listed: object) -> frozenset[str]:
@@ -72,26 +71,30 @@ class Replicas:
         if not isinstance(costs, Costs):
             costs = Costs(**(costs or {}))
         self.router = AffinityRouter(costs=costs, **options)
-        self._stats: dict[str, object] = {}
+        self._said: dict[str, object] = {}
         self._strange: set[str] = set()
 
     @property
     def names(self) -> Collection[str]:
         """Those that there are."""
-        return self._stats.keys()
+        return self._said.keys()
 
     def update(self, stats: Mapping[str, object]) -> None:
         """These replicas there are now, by name, each with the stats that it published last."""
-        for name in self._stats.keys() - stats.keys():
+        for name in self._said.keys() - stats.keys():
             self.left(name)
-        for name, said in stats.items():
-            if name not in self._stats or said != self._stats[name]:
+        for name, whole in stats.items():
+            said = whole.get(KEY) if isinstance(whole, Mapping) else None
+            if name not in self._said or said != self._said[name]:
                 self._report(name, said)
+            if whole and not isinstance(said, Mapping) and name not in self._strange:
+                self._strange.add(name)  # once a replica: they come again every few seconds
+                log.warning("replica %s publishes stats, but none of its adapters", name)
 
     def left(self, name: str) -> None:
         """One is gone; that of one who has gone already changes nothing."""
-        if name in self._stats:
-            del self._stats[name]
+        if name in self._said:
+            del self._said[name]
             self._strange.discard(name)
             self.router.leave(name)
 
@@ -109,18 +112,14 @@ class Replicas:
             loads: of the replicas, by name: requests that each has.
         """
         for name, load in loads:
-            if name not in self._stats:
-                self._report(name, {})
+            if name not in self._said:
+                self._report(name, None)
             self.router.weigh(name, load)
-        return self.router.rank(adapter_id, now, again=again) if self._stats else ()
+        return self.router.rank(adapter_id, now, again=again) if self._said else ()
 
-    def _report(self, name: str, stats: object) -> None:
-        """Stats that tell nothing (of another version, of a replica without a cache, or none yet)
-        are those of one that has no adapters: requests go to their homes all the same."""
-        self._stats[name] = stats
-        tiers = residency(stats)
-        if tiers is None and stats and name not in self._strange:
-            self._strange.add(name)  # once a replica: they come again every few seconds
-            log.warning("replica %s publishes stats, but none of its adapters", name)
+    def _report(self, name: str, said: object) -> None:
+        """One that tells nothing (of another version, without a cache, or just started) has no
+        adapters: those that it is at home for come to it all the same."""
+        self._said[name] = said
         self.router.join(name)
-        self.router.report(Instance(name, self.router.load(name), **(tiers or {})))
+        self.router.report(Instance(name, self.router.load(name), **residency(said)))

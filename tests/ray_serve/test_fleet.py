@@ -163,6 +163,20 @@ def test_the_base_model_needs_no_adapter(fleet: Fleet, world: World) -> None:
     assert loads(fleet, "host") == before
 
 
+def test_a_hint_goes_to_where_the_adapter_will_be_asked_for(fleet: Fleet, world: World) -> None:
+    world.publish("soon", 3)
+    assert fleet.request("/v1/prefetch", {"model": "soon"})[0] == 200
+    home = AffinityRouter(fleet.replicas()).homes("soon")[0]
+    end = time.monotonic() + 10
+    while "soon" not in fleet.replicas()[home]["adapters"]["gpu"]:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    loaded = loads(fleet, "gpu")
+    assert fleet.ask("soon")[:2] == (200, home)
+    assert loads(fleet, "gpu") == loaded
+    assert fleet.request("/v1/prefetch", {"model": "base"})[0] == 400
+
+
 def test_an_unknown_and_a_broken_adapter_fail_with_their_own_errors(fleet: Fleet) -> None:
     status, _, answer = fleet.ask("nobody")
     assert (status, answer["error"]["type"]) == (404, "model_not_found")

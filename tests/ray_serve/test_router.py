@@ -26,9 +26,8 @@ class StandIn:
     max_ongoing_requests: int = 100
     queue: int = 0
 
-    @property
-    def replica_id(self) -> ReplicaID:
-        return ReplicaID(self.name, DEPLOYMENT)
+    def __post_init__(self) -> None:
+        self.replica_id = ReplicaID(self.name, DEPLOYMENT)
 
     @property
     def routing_stats(self) -> dict[str, Any]:

@@ -120,6 +120,21 @@ def test_a_replica_without_adapters_of_ours_is_logged_once(
     assert [record.args for record in caplog.records] == [("other",)]
 
 
+def test_a_deployments_own_stats_are_none_of_our_business() -> None:
+    """They may be what can't even be compared."""
+
+    class Own:
+        def __eq__(self, other: object) -> bool:
+            raise TypeError("compares with nothing")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    replicas = Replicas(slack=8)
+    for _ in range(2):
+        replicas.update({"x": stats(gpu=["a"]) | {"own": Own()}, "y": stats() | {"own": Own()}})
+    assert order(replicas, x=3, y=0)[0] == "x"
+
+
 def test_those_who_join_or_leave_move_their_own_share_alone() -> None:
     replicas = fleet("a", "b", "c")
     before = {adapter_id: order(replicas, adapter_id)[0] for adapter_id in ADAPTERS}
