@@ -4,10 +4,10 @@
     python benchmarks/bench_ray.py --quick    # 2 replicas alone; nothing is written
 
 The replicas of examples/ray_fleet.py, a tiny model, 200 adapters asked for by Zipf 1.0 from 8
-clients, one request each at a time. A replica's CPU memory holds a third of the adapters, its GPU
-arena a tenth, its disk half of them; as on machines of their own, none shares a disk. The store
-answers after 50 ms. A *load* brings an adapter into CPU memory, from disk or store. What is
-measured is the second half of each run.
+clients, one request each at a time. The CPU memory of all replicas holds two thirds of the
+adapters, that of the GPUs a fifth, their disks all; as on machines of their own, none shares a
+disk. The store answers after 50 ms. A *load* brings an adapter into CPU memory, from disk or store.
+What is measured is the second half of each run.
 
 All ways have the same caches, with `policy="lfu"`, for popularity is steady here; 2 replicas once
 more with LRU, which is what `multiplexed` goes by.
@@ -51,9 +51,8 @@ from serve_tiny import ALL_LINEAR, tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ADAPTERS, RANK, TOKENS = 200, 16, 8
-CLIENTS, REQUESTS = 8, 2_400
+CLIENTS, REQUESTS = 8, 2_400  # after one for each adapter
 STORE_S = 0.05
-HOST, GPU, DISK = ADAPTERS // 3, ADAPTERS // 10, ADAPTERS // 2  # adapters that a replica holds
 LIMITS = Settings(max_running=16, max_adapters=8, max_context=64)
 PROMPT = list(range(40, 56))
 FLEETS = {"2 replicas": (2, "lfu"), "4 replicas": (4, "lfu"), "2 replicas, LRU": (2, "lru")}
@@ -79,18 +78,21 @@ class Replica(Engine):
         return Store(adapters)
 
 
-class Multiplexed(Replica):
+def multiplexed(held: int) -> type[Replica]:
     """The same, as Serve's documentation has it: it says what it holds by `serve.multiplexed`."""
 
-    @ray_serve.multiplexed(max_num_models_per_replica=HOST)  # type: ignore[untyped-decorator]
-    async def bring(self, adapter_id: str) -> str:
-        async with self.cache.acquire(adapter_id):
-            return adapter_id
+    class Multiplexed(Replica):
+        @ray_serve.multiplexed(max_num_models_per_replica=held)  # type: ignore[untyped-decorator]
+        async def bring(self, adapter_id: str) -> str:
+            async with self.cache.acquire(adapter_id):
+                return adapter_id
 
-    async def complete(self, *request: Any) -> AsyncIterator[int | str]:
-        await self.bring(ray_serve.get_multiplexed_model_id())
-        async for event in super().complete(*request):
-            yield event
+        async def complete(self, *request: Any) -> AsyncIterator[int | str]:
+            await self.bring(ray_serve.get_multiplexed_model_id())
+            async for event in super().complete(*request):
+                yield event
+
+    return Multiplexed
 
 
 Call = Callable[[Any, str], Any]
@@ -112,10 +114,11 @@ OURS = RequestRouterConfig(
     request_router_kwargs={"slack": LIMITS.max_running // 2},
     request_routing_stats_period_s=1.0,
 )
-WAYS: dict[str, tuple[type[Replica], RequestRouterConfig, Call]] = {
-    "default": (Replica, RequestRouterConfig(), by_argument),
-    "multiplexed": (Multiplexed, RequestRouterConfig(), by_model_id),
-    "affinity": (Replica, OURS, by_model_id),
+Kind = Callable[[int], type[Replica]]
+WAYS: dict[str, tuple[Kind, RequestRouterConfig, Call]] = {
+    "default": (lambda held: Replica, RequestRouterConfig(), by_argument),
+    "multiplexed": (multiplexed, RequestRouterConfig(), by_model_id),
+    "affinity": (lambda held: Replica, OURS, by_model_id),
 }
 
 
@@ -130,19 +133,25 @@ def make_adapters(root: Path, base: BaseModel) -> None:
         (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def sizes_of(model: Any) -> dict[str, int]:
-    """Budgets that hold so many adapters of this rank."""
+def held(replicas: int) -> int:
+    """Adapters that the CPU memory of each holds."""
+    return ADAPTERS * 2 // 3 // replicas
+
+
+def sizes_of(model: Any, replicas: int) -> dict[str, int]:
+    """A replica's budgets, in adapters of this rank: `held` in CPU memory."""
     layout = LoraLayout.from_model(model, max_rank=RANK)
     block = 16 << 10
     each = -(-layout.max_elements * layout.itemsize // block) * block
     kv = kv_layout(model.config, "float32").block_bytes * model.config.num_hidden_layers
     contexts = LIMITS.max_running * -(-LIMITS.max_context // 16) * kv
+    gpu, disk = ADAPTERS // 5 // replicas, ADAPTERS // replicas
     return {
-        "gpu_bytes": GPU * (each + kv) + contexts,
-        "host_bytes": HOST * each,
+        "gpu_bytes": gpu * (each + kv) + contexts,
+        "host_bytes": held(replicas) * each,
         "host_block_bytes": block,
-        "disk_bytes": 2 * DISK * (each + (16 << 10)),  # as published, and packed
-        "gpu_slots": GPU,
+        "disk_bytes": 2 * disk * (each + (16 << 10)),  # as published, and packed
+        "gpu_slots": gpu,
         "max_rank": RANK,
     }
 
@@ -154,7 +163,7 @@ class Run:
         self._handle, self._call = handle, call
         weights = list(accumulate(1.0 / rank for rank in range(1, ADAPTERS + 1)))
         drawn = random.Random(0).choices(range(ADAPTERS), cum_weights=weights, k=REQUESTS)
-        self._asked = iter([f"adapter-{number}" for number in drawn])
+        self._asked = iter([f"adapter-{number}" for number in (*range(ADAPTERS), *drawn)])
         self.first: list[float] = []
         self.served: Counter[str] = Counter()
         self.distinct: dict[str, set[str]] = {}
@@ -184,7 +193,7 @@ class Run:
 
     async def _client(self) -> None:
         for adapter_id in self._asked:
-            if self._done == REQUESTS // 2 and not self._before:
+            if self._done == ADAPTERS + REQUESTS // 2 and not self._before:
                 self._start = time.perf_counter()
                 self._before = [{}]
                 self._before = await self._described()
@@ -215,7 +224,7 @@ def measure(
     kind, config, call = WAYS[way]
     with tempfile.TemporaryDirectory(prefix="bench-ray-") as folder:
         deployment = ray_serve.deployment(
-            kind,
+            kind(held(replicas)),
             name="Engine",
             num_replicas=replicas,
             max_ongoing_requests=2 * LIMITS.max_running,
@@ -288,7 +297,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-ray-") as root:
         model = tiny_model()
         make_adapters(Path(root), BaseModel.from_model(model))
-        sizes = sizes_of(model)
         ray.init(
             "local",
             include_dashboard=False,
@@ -300,7 +308,7 @@ def main() -> int:
         )
         try:
             for fleet, (replicas, policy) in [*FLEETS.items()][: 1 if quick else None]:
-                options = {**sizes, "policy": policy}
+                options = {**sizes_of(model, replicas), "policy": policy}
                 for way in WAYS:
                     tell(f"{way}/{fleet}", measure(way, replicas, Path(root), options))
         finally:
