@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,9 @@ def test_adapters_are_served_at_their_homes_alone(fleet: Fleet, world: World) ->
     placed.update(serve_all(fleet, world))
     assert placed == {adapter_id: router.homes(adapter_id)[0] for adapter_id in world.ids}
     assert len(set(placed.values())) == 2
-    # However many ask at once, while no replica has more than it runs in a batch.
+    # Many at once, too, while the queue at home is shorter than a load is long.
     for _ in range(3):
-        assert serve_all(fleet, world, clients=8) == placed
+        assert serve_all(fleet, world, clients=4) == placed
     assert loads(fleet, "host") == len(world.ids)
 
 
@@ -210,13 +211,13 @@ def test_one_is_added_and_takes_only_its_share(fleet: Fleet, world: World) -> No
     before = fleet.replicas()
     assert fleet.request("/fleet", {"replicas": 3})[0] == 200
     after = fleet.wait(3)
-    (newcomer,) = after.keys() - before.keys()
+    assert before.keys() < after.keys()
     assert moved(before.keys(), after.keys()) <= 1.2
     router = AffinityRouter(after)
     for adapter_id, name in serve_all(fleet, world).items():  # where it was, or home, or next to it
         assert name in {placed[adapter_id], *router.rank(adapter_id, 0.0)[:2]}
-    late = [f"late-{number}" for number in range(12)]  # nobody has these yet
-    for number, adapter_id in enumerate(late):
-        world.publish(adapter_id, number)
-        assert fleet.ask(adapter_id)[:2] == (200, router.homes(adapter_id)[0])
-    assert newcomer in serve_all(fleet, world, clients=8).values()
+    for name in after:  # what nobody has yet is loaded at home: of each, two adapters
+        late = (f"late-{number}" for number in range(1000))
+        for adapter_id in islice((a for a in late if router.homes(a)[0] == name), 2):
+            world.publish(adapter_id, 5)
+            assert fleet.ask(adapter_id)[:2] == (200, name)
