@@ -1,4 +1,4 @@
-# Every target but `gpu` sets itself up in .venv, also on a fresh clone.
+# Every target but `gpu` sets itself up in .venv (or .venv-ray), also on a fresh clone.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -6,19 +6,21 @@ SHELL := bash
 
 PYTHON ?= python3
 VENV := .venv/bin/python
-INSTALL := $(VENV) -m pip install -q --no-input --disable-pip-version-check -c constraints.txt
+RAY_VENV := .venv-ray/bin/python
+PIP := -m pip install -q --no-input --disable-pip-version-check -c constraints.txt
+INSTALL := $(VENV) $(PIP)
 ARGS ?=
 
 CPU_BENCHES := $(patsubst %,benchmarks/bench_%.py,attach host_path pages prefix routing storage unified)
-GPU_BENCHES := $(filter-out %/bench_routing.py,$(sort $(wildcard benchmarks/bench_*.py)))
+GPU_BENCHES := $(filter-out %/bench_ray.py %/bench_routing.py,$(sort $(wildcard benchmarks/bench_*.py)))
 # Tests and benchmarks of object stores start a server; where we have set up, none may be missing.
 export ADAPTERCACHE_TEST_S3 := required
 
 
-.PHONY: help demo serve test check bench results soak gpu docs clean
+.PHONY: help demo serve fleet test test-ray check bench bench-ray results soak gpu docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: .venv/runtime  ## the main job: adapters churn through a small cache (ARGS="--help" for more)
 	@$(VENV) examples/adapter_churn.py $(ARGS)
@@ -26,8 +28,14 @@ demo: .venv/runtime  ## the main job: adapters churn through a small cache (ARGS
 serve: .venv/serve  ## the example engine over HTTP, with a tiny model (ARGS="--help" for more)
 	@exec $(VENV) examples/serve.py $(ARGS)
 
+fleet: .venv-ray/ray  ## the example engine as a fleet of replicas on Ray Serve (ARGS="--help" for more)
+	@exec $(RAY_VENV) examples/ray_fleet.py $(ARGS)
+
 test: check .venv/prometheus  ## the checks, then every test but the slow ones (ARGS="-k pages" for some)
 	@$(VENV) -m pytest $(ARGS)
+
+test-ray: .venv-ray/ray  ## the tests on Ray Serve, which `test` leaves out
+	@$(RAY_VENV) -m pytest tests/ray_serve $(ARGS)
 
 check: .venv/test  ## lint, format, types, architecture
 	@$(VENV) -m ruff check .
@@ -41,6 +49,9 @@ bench: .venv/test  ## the benchmarks that need no GPU
 results:  ## docs/results.md and its pictures, out of the committed figures; needs only Python
 	@$(PYTHON) benchmarks/plots.py
 
+bench-ray: .venv-ray/ray  ## the fleet on Ray Serve beside Serve's own routing
+	@$(RAY_VENV) benchmarks/bench_ray.py $(ARGS)
+
 soak: .venv/test  ## the slow tests, and the property tests with many examples
 	@HYPOTHESIS_PROFILE=nightly $(VENV) -m pytest -m "slow or hypothesis" $(ARGS)
 
@@ -53,13 +64,13 @@ docs: .venv/docs  ## the documentation, into site/
 	@.venv/bin/mkdocs build --strict
 
 clean:  ## remove all that the other targets made
-	rm -rf .venv site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-ray site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV):
+$(VENV) $(RAY_VENV):
 	@for python in $(PYTHON) python3.13 python3.12 python3.11 python3.10; do
 	  if "$$python" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-	    exec "$$python" -m venv .venv
+	    exec "$$python" -m venv "$(patsubst %/bin/python,%,$@)"
 	  fi
 	done
 	echo "adaptercache needs Python 3.10 or later with the venv module; say PYTHON=... if yours has another name" >&2
@@ -88,4 +99,9 @@ $(VENV):
 .venv/docs: $(VENV) pyproject.toml constraints.txt
 	@echo "setting up .venv: what the documentation needs"
 	$(INSTALL) 'mkdocs-material'
+	touch $@
+
+.venv-ray/ray: $(RAY_VENV) pyproject.toml constraints.txt
+	@echo "setting up .venv-ray: Ray Serve, and what its tests need"
+	$(RAY_VENV) $(PIP) -e '.[ray,transformers]' hypothesis peft pytest pytest-timeout
 	touch $@

@@ -237,11 +237,14 @@ class AdapterCache:
         with self._deciding:
             self._parts.lifter.remove(adapter_id)
 
-    def resident(self, tier: Tier) -> frozenset[str]:
+    def resident(
+        self, tier: Tier, *, coming: bool = False, most: int | None = None
+    ) -> frozenset[str]:
         """The ids of the adapters that are whole in a tier (GPU, HOST or DISK) now; on DISK, only
-        those that were asked for since the start."""
+        those that were asked for since the start. ``coming``: those on their way there instead;
+        ``most``: it looks at so many copies, the latest, however many there are."""
         with self._deciding.lock:
-            return resident_ids(self._ledger, tier)
+            return resident_ids(self._ledger, tier, coming=coming, most=most)
 
     def stats(self) -> Stats:
         """Counters and gauges; a frozen value."""

@@ -94,6 +94,10 @@ class Residency(Generic[PlaceT]):
     def __iter__(self) -> Iterator[Copy[PlaceT]]:
         return iter(self._copies.values())
 
+    def __reversed__(self) -> Iterator[Copy[PlaceT]]:
+        """The copies, the one that came last first."""
+        return reversed(self._copies.values())
+
     def get(self, digest: Digest) -> Copy[PlaceT] | None:
         """The copy, in either state, or None."""
         return self._copies.get(digest)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 from math import ceil
 
 from adaptercache.rates import Rates
@@ -74,6 +74,7 @@ class AffinityRouter:
             share of an instance's mean traffic.
         calm: a home is given up only when that leaves the others below ``calm`` times that share.
         memory_s: over which time rates are measured.
+        slack: whatever the mean is, an instance takes so many requests: as many as it runs at once.
 
     Raises:
         ValueError: a bound or a share that makes no sense.
@@ -88,10 +89,13 @@ class AffinityRouter:
         hot_share: float = 0.5,
         calm: float = 0.7,
         memory_s: float = 60.0,
+        slack: int = 0,
     ) -> None:
         if bound <= 1.0 or not 0.0 < hot_share <= 1.0 or not 0.0 < calm < 1.0:
             raise ValueError(f"{bound=} must be over 1, {hot_share=} and {calm=} between 0 and 1")
-        self._bound, self._costs = bound, costs
+        if slack < 0 or memory_s <= 0.0:
+            raise ValueError(f"{slack=} must be 0 or more, {memory_s=} over 0")
+        self._bound, self._costs, self._slack = bound, costs, slack
         self._hot_share, self._calm = hot_share, calm
         self._instances: dict[str, Instance] = {}
         self._loads: dict[str, int] = {}
@@ -124,8 +128,12 @@ class AffinityRouter:
         """What an instance says of itself takes the place of what was counted here. Joins it."""
         self.join(instance.name)
         self._instances[instance.name] = instance
-        self._total_load += instance.load - self._loads[instance.name]
-        self._loads[instance.name] = instance.load
+        self.weigh(instance.name, instance.load)
+
+    def weigh(self, name: str, load: int) -> None:
+        """The load of an instance that has joined, for who counts it elsewhere."""
+        self._total_load += load - self._loads[name]
+        self._loads[name] = load
 
     def finished(self, name: str) -> None:
         """A request that was routed there has ended; where reports are frequent, say nothing."""
@@ -151,19 +159,40 @@ class AffinityRouter:
         Raises:
             LookupError: there is no instance.
         """
+        if adapter_id is not None:
+            self._rates.add(adapter_id, now)
+        name = self._first(adapter_id, now)
+        self.weigh(name, self._loads[name] + 1)
+        return name
+
+    def rank(self, adapter_id: str | None, now: float, *, again: bool = False) -> list[str]:
+        """Where to try one request, in this order, for who has to ask an instance whether it takes
+        it. The first is what `route` would say; up to seven follow.
+
+        Nothing is counted as load: tell `weigh`. ``again``: this request was ranked before, so
+        that it doesn't count twice in what its adapter is asked for.
+
+        Raises:
+            LookupError: there is no instance.
+        """
+        if adapter_id is not None and not again:
+            self._rates.add(adapter_id, now)
+        first = self._first(adapter_id, now)
+        if adapter_id is None:
+            rest = nsmallest(_SHORT_RANKING, self._loads, key=self._loads.__getitem__)
+        else:
+            rest = self._ranking(adapter_id, _SHORT_RANKING)
+        return [first, *(name for name in rest if name != first)][:_SHORT_RANKING]
+
+    def _first(self, adapter_id: str | None, now: float) -> str:
         if not self._loads:
             raise LookupError("no instance has joined")
         name = None if adapter_id is None else self._choose(adapter_id, now)
-        if name is None:
-            name = min(self._loads, key=self._loads.__getitem__)
-        self._loads[name] += 1
-        self._total_load += 1
-        return name
+        return min(self._loads, key=self._loads.__getitem__) if name is None else name
 
     def _choose(self, adapter_id: str, now: float) -> str | None:
         """The cheapest of its homes and the next after them; where all are full, the first in the
         ranking that isn't; None where that is far down."""
-        self._rates.add(adapter_id, now)
         homes = self._count_homes(adapter_id, now)
         ranking = self._ranking(adapter_id, max(homes + 1, _SHORT_RANKING))
         loads, limit = self._loads, self.limit
@@ -182,9 +211,10 @@ class AffinityRouter:
 
     @property
     def limit(self) -> int:
-        """The load that no instance is lifted over now: one more than the mean, at the least."""
+        """The load that no instance is lifted over now: one more than the mean, at the least, and
+        the slack."""
         total, number = self._total_load, len(self._loads)
-        return max(int(self._bound * (total + 1) / number), total // number + 1)
+        return max(int(self._bound * (total + 1) / number), total // number + 1, self._slack)
 
     def _cost(self, adapter_id: str, instance: Instance) -> float:
         if adapter_id in instance.gpu:

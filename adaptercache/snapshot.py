@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from adaptercache.ledger import Ledger
@@ -57,11 +57,15 @@ def snapshot(ledger: Ledger, movers: Movers) -> Stats:
     )
 
 
-def resident_ids(ledger: Ledger, tier: Tier) -> frozenset[str]:
-    """The ids whose content is whole in a tier. Call with the cache's lock held."""
+def resident_ids(
+    ledger: Ledger, tier: Tier, *, coming: bool = False, most: int | None = None
+) -> frozenset[str]:
+    """The ids whose content is whole in a tier, or on its way there; of the ``most`` copies that
+    came last. Call with the cache's lock held."""
     tiers: dict[Tier, Residency[Any]]
     tiers = {Tier.GPU: ledger.gpu, Tier.HOST: ledger.host, Tier.DISK: ledger.disk}
-    copies = [copy for copy in tiers[tier] if copy.state is State.RESIDENT]
+    state = State.LOADING if coming else State.RESIDENT
+    copies = [copy for copy in islice(reversed(tiers[tier]), most) if copy.state is state]
     return frozenset(chain.from_iterable(ledger.catalog.ids_of(copy.digest) for copy in copies))
 
 

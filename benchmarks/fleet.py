@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -32,6 +32,9 @@ class LRU:
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
 
     def use(self, key: str) -> bool:
         """Whether it was there; it is from now on."""

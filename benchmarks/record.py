@@ -37,8 +37,9 @@ def _cpu_name() -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    with suppress(PackageNotFoundError):
-        found["triton"] = version("triton")
+    for name in ("triton", "ray"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     return found
 
 

@@ -81,6 +81,32 @@ def test_the_home_is_preferred_and_its_overflow_goes_to_the_next_in_the_ranking(
     assert [again.route("a", 0.0) for _ in range(2)] == first
 
 
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(0, 11), st.integers(0, 9)), max_size=60))
+def test_a_ranking_begins_where_the_request_would_be_routed(
+    number: int, acts: list[tuple[int, int]]
+) -> None:
+    names = [f"i{n}" for n in range(number)]
+    routing, ranking = AffinityRouter(names, slack=3), AffinityRouter(names, slack=3)
+    for step, (adapter, ended) in enumerate(acts):
+        adapter_id = f"a{adapter}" if adapter else None
+        order = ranking.rank(adapter_id, float(step))
+        assert order[0] == routing.route(adapter_id, float(step))
+        assert len(set(order)) == len(order) == min(number, 8)
+        routing.finished(names[ended % number])
+        for name in names:
+            ranking.weigh(name, routing.load(name))
+    assert ranking.limit == routing.limit
+
+
+def test_under_the_slack_a_home_takes_all_that_costs_let_it() -> None:
+    """Without it the mean of four requests over four instances lets it take one."""
+    for slack, at_home in ((0, 1), (8, 4)):
+        router = AffinityRouter([f"i{n}" for n in range(4)], slack=slack)
+        (home,) = router.homes("a")
+        router.report(Instance(home, gpu={"a"}))
+        assert [router.route("a", 0.0) for _ in range(4)].count(home) == at_home
+
+
 @pytest.mark.parametrize("better", ["gpu", "copying", "host", "disk"])
 def test_the_higher_tier_is_preferred(better: str) -> None:
     """Of two homes with equal loads."""
@@ -175,7 +201,11 @@ def test_what_left_is_gone_and_a_router_of_none_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"bound": 1.0}, {"hot_share": 0.0}, {"hot_share": 2.0}, {"calm": 1.0}]
+    "wrong",
+    [
+        *({"bound": 1.0}, {"hot_share": 0.0}, {"hot_share": 2.0}, {"calm": 1.0}),
+        *({"slack": -1}, {"memory_s": 0.0}),
+    ],
 )
 def test_bounds_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):

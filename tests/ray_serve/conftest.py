@@ -1,0 +1,11 @@
+"""Ray Serve, imported once before any test: it warns of its own use of pydantic."""
+
+import warnings
+from importlib.util import find_spec
+
+if find_spec("ray") is not None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray.serve  # noqa: F401
+else:
+    collect_ignore = ["test_page.py", "test_router.py"]  # test_fleet.py says why, for all

@@ -1,0 +1,79 @@
+"""The application of docs/ray.md, by the command that is written there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from test_docs import library, save_base  # noqa: F401
+
+pytestmark = pytest.mark.timeout(240)
+PAGE = Path(__file__).parents[2] / "docs/ray.md"
+
+
+def test_each_adapter_is_answered_by_one_replica(library: Path) -> None:  # noqa: F811
+    save_base(library / "base")
+    block, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    for on_a_gpu, here in {
+        "4 << 30": "4 << 20",
+        "16 << 30": "16 << 20",
+        '{"num_gpus": 1}': '{"num_cpus": 0.1}',
+        '"base", "adapters"': f"{str(library / 'base')!r}, {str(library / 'adapters')!r}, 'cpu'",
+    }.items():
+        assert on_a_gpu in block
+        block = block.replace(on_a_gpu, here)
+    (library / "app.py").write_text(block)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (library / "run.yaml").write_text(
+        f"http_options: {{port: {port}}}\n"
+        "applications: [{name: app, route_prefix: /, import_path: 'app:app'}]\n"
+    )
+    command = "from ray.serve.scripts import cli; cli()"
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(PAGE.parents[1])}
+    with (library / "log").open("w") as log:
+        program = subprocess.Popen(
+            [sys.executable, "-c", command, "run", "run.yaml"], env=env, stdout=log, stderr=log
+        )
+
+    def ask(adapter_id: str | None) -> dict[str, str]:
+        headers = {"serve_multiplexed_model_id": adapter_id} if adapter_id else {}
+        data = json.dumps("list the users").encode()
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}", data, headers)
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            found: dict[str, str] = json.load(answer)
+        return found
+
+    def is_up() -> bool:
+        assert program.poll() is None
+        try:
+            return len({ask(None)["replica"] for _ in range(8)}) == 2
+        except (OSError, ValueError):
+            return False
+
+    try:
+        end = time.monotonic() + 120
+        while not is_up():
+            assert time.monotonic() < end
+            time.sleep(0.25)
+        placed = {f"acme/sql-v{n}": ask(f"acme/sql-v{n}")["replica"] for n in range(6)}
+        for adapter_id in [*placed] * 3:
+            assert ask(adapter_id)["replica"] == placed[adapter_id]
+        assert ask(None)["text"]
+        assert "acme/nobody" in ask("acme/nobody")["error"]
+    except BaseException:
+        print((library / "log").read_text()[-4000:])
+        raise
+    finally:
+        program.terminate()
+        program.wait(60)
