@@ -20,7 +20,7 @@ export ADAPTERCACHE_TEST_S3 := required
 .PHONY: help demo serve fleet test test-ray check bench bench-ray results soak gpu docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 demo: .venv/runtime  ## the main job: adapters churn through a small cache (ARGS="--help" for more)
 	@$(VENV) examples/adapter_churn.py $(ARGS)
