@@ -10,7 +10,7 @@ Plain Python; the time is passed in. Not thread-safe: the cache's lock guards it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from adaptercache.errors import AdapterCacheError
@@ -39,6 +39,8 @@ class Catalog:
     def __init__(self) -> None:
         self._known: dict[str, Known] = {}
         self._sharing: dict[Digest, set[str]] = {}
+        self.ttl_s: float | None = None
+        """After how long the source is asked again about an id that is in use; None: never."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -79,6 +81,10 @@ class Catalog:
         """The source is being asked, or has been in vain."""
         if (known := self._known.get(adapter_id)) is not None:
             self._known[adapter_id] = replace(known, checked=now)
+
+    def is_old(self, known: Known, clock: Callable[[], float]) -> bool:
+        """Whether the source was last asked too long ago."""
+        return self.ttl_s is not None and clock() - known.checked > self.ttl_s
 
     def forget(self, adapter_id: str) -> Digest | None:
         """``adapter_id`` stands for nothing. Returns what `learn` returns."""

@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,7 +65,9 @@ class Transfer:
 
     # -- to memory
 
-    def read_into(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
+    def read_into(
+        self, packed: PackedFile, views: Sequence[Tensor], arrived: Callable[[int], None]
+    ) -> None:
         """See `DiskTier.read_into`."""
         pieces: list[tuple[int, memoryview]] = []
         offset = packed.offset
@@ -79,7 +81,12 @@ class Transfer:
             mark = (info.st_ino, info.st_mtime_ns, info.st_size)
             with self._verifying:
                 read = _read if mark in self._verified else _read_and_sum
-            sums = _all(self._readers.submit(read, file, *piece) for piece in pieces)
+            reads = [self._readers.submit(read, file, *piece) for piece in pieces]
+            try:
+                _tell(zip(reads, (len(into) for _, into in pieces), strict=True), arrived)
+            finally:
+                wait(reads)  # whatever failed: they write into our caller's memory
+            sums = [each.result() for each in reads]
         finally:
             os.close(file)
         if read is _read:
@@ -95,6 +102,17 @@ class Transfer:
     def close(self) -> None:
         self._readers.shutdown()
         self._writers.shutdown()
+
+
+def _tell(reads: Iterable[tuple[Future[int], int]], arrived: Callable[[int], None]) -> None:
+    """Say how much has come from the beginning on, as the pieces come; nothing behind one that
+    fails."""
+    total = 0
+    for each, nbytes in reads:
+        if each.exception() is not None:
+            return
+        total += nbytes
+        arrived(total)
 
 
 def _all(started: Iterator[Future[Any]]) -> list[Any]:

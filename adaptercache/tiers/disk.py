@@ -229,19 +229,26 @@ class DiskTier:
                 self._shelf.remove_file(packed)
             raise
 
-    def read_into(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
+    def read_into(
+        self,
+        packed: PackedFile,
+        views: Sequence[Tensor],
+        arrived: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         """Read a packed file's vector into these tensors, with several threads.
 
         The checksum is verified at the first read of a file by this process.
 
         Args:
             views: ``uint8 [n]``, together as long as the vector.
+            arrived: called on this thread, as the bytes come, with how many of them, from the
+                beginning on, are in place. That they are the right ones is known only in the end.
 
         Raises:
             LoadFailed: the file ends early, or its bytes are not those that were written.
             OSError: it can't be read.
         """
-        self._transfer.read_into(packed, views)
+        self._transfer.read_into(packed, views, arrived)
 
     def close(self) -> None:
         """Stop the threads; remove what is temporary."""

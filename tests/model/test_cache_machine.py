@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -35,6 +38,7 @@ from adaptercache import (
     Request,
     Tier,
 )
+from adaptercache.disk import transfer as disk_transfer
 from adaptercache.kernels import add_lora
 from adaptercache.testing import (
     FakeSource,
@@ -43,6 +47,7 @@ from adaptercache.testing import (
     check_consistent,
     random_adapter,
 )
+from adaptercache.tiers import ways
 from adaptercache.tiers.remote import CONFIG, WEIGHTS, TensorSource
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -102,6 +107,45 @@ class Step:
     freed: dict[int, float] = field(default_factory=dict)  # KV pages freed meanwhile
 
 
+class Medium:
+    """Reads packed files in small pieces, some of which fail, come slowly, or with a wrong bit, so
+    that loads break off in the midst of their way from the disk to the GPU.
+
+    Attributes:
+        fault: what happens to one piece in seven.
+    """
+
+    def __init__(self) -> None:
+        self.fault = "none"
+        self._count = itertools.count()
+        self._read = disk_transfer._read
+        self._patched = pytest.MonkeyPatch()
+        self._patched.setattr(disk_transfer, "READ_BYTES", 1024)
+        self._patched.setattr(disk_transfer, "_read", self._read_piece)
+        self._patched.setattr(disk_transfer, "_read_and_sum", self._read_and_sum)
+        for name in ("STAGED_BYTES", "STRIDED_BYTES", "FIRST_BYTES"):
+            self._patched.setattr(ways, name, PAGE_BYTES)
+
+    def _is_hit(self, fault: str) -> bool:
+        return self.fault == fault and next(self._count) % 7 == 5
+
+    def _read_piece(self, file: int, offset: int, into: memoryview) -> int:
+        if self._is_hit("fails"):
+            raise OSError("injected")
+        if self._is_hit("slow"):
+            time.sleep(0.003)
+        return self._read(file, offset, into)
+
+    def _read_and_sum(self, file: int, offset: int, into: memoryview) -> int:
+        self._read_piece(file, offset, into)
+        if self._is_hit("flips"):
+            into[0] ^= 4
+        return zlib.crc32(into)
+
+    def close(self) -> None:
+        self._patched.undo()
+
+
 class Errors(logging.Handler):
     """Defects that the cache itself has logged."""
 
@@ -148,6 +192,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.count = 0
         self.inner = FakeSource()
         self.source = FaultySource(self.inner)
+        self.medium = Medium()
         self.errors = Errors()
         logging.getLogger("adaptercache").addHandler(self.errors)
         self.evicted: list[tuple[Tier, bytes]] = []
@@ -287,6 +332,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.source.delay_s = 0.002 if how == "slow" else 0.0
         elif how == "stands still":
             self.source.gate.clear()
+
+    @rule(fault=st.sampled_from(["fails", "flips", "slow", "none", "none"]))
+    def disk_behaves(self, fault: str) -> None:
+        if fault in ("fails", "flips"):
+            self.may_fail = set(KEYS)  # what was fetched twice may fail twice
+        self.medium.fault = fault
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
@@ -567,6 +618,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.source.gate.set()
         self.source.failing.clear()
         self.source.delay_s = 0.0
+        self.medium.fault = "none"
 
     def settle(self) -> None:
         """Once nothing is held and the source is well, all who wait are served, in turn."""
@@ -614,6 +666,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for step in self.steps:
                     step.stack.close()
                 self.cache.close()
+            self.medium.close()
             logging.getLogger("adaptercache").removeHandler(self.errors)
 
 
