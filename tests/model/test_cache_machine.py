@@ -339,6 +339,23 @@ class CacheMachine(RuleBasedStateMachine):
             self.may_fail = set(KEYS)  # what was fetched twice may fail twice
         self.medium.fault = fault
 
+    @rule(
+        some=st.lists(keys, min_size=1, max_size=3),
+        fault=st.sampled_from(["fails", "flips", "slow"]),
+        patient=st.booleans(),
+    )
+    def read_from_disk(self, some: list[str], fault: str, patient: bool) -> None:
+        """All that is idle in memory goes, and some are asked for, while the disk misbehaves."""
+        self.disk_behaves(fault)
+        with self.cache._deciding.lock:
+            for tier in (Tier.GPU, Tier.HOST):
+                copies = self.cache._ledger.gpu if tier is Tier.GPU else self.cache._ledger.host
+                for copy in [copy for copy in copies if copy.idle]:
+                    self.cache._ledger.evict(tier, copy.digest, "test")
+        self.cache._parts.disk._transfer._verified.clear()  # as in a new process
+        for key in some:
+            self.acquire(key, patient)
+
     @rule(seconds=st.sampled_from([0.5, 2.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
@@ -430,11 +447,14 @@ class CacheMachine(RuleBasedStateMachine):
         digests = {held.lease.digest for _, held in self.running} - {None}
         if max_adapters is not None:
             assert len(digests) <= max(max_adapters, len(before))
+        taken = []
         for request, _ in admission.admitted:
             if request.kv_pages:
                 pages = self.cache.pages.allocate(request.kv_pages)
                 assert pages is not None, "promised"
-                self.write_kv(pages)
+                taken.append(pages)
+        for pages in taken:  # in a step, which ends what was promised
+            self.write_kv(pages)
 
     @rule(wanted=st.lists(keys, max_size=4), to=st.sampled_from([Tier.GPU, Tier.HOST, Tier.DISK]))
     def prefetch(self, wanted: list[str], to: Tier) -> None:
