@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -54,6 +55,7 @@ class Transfer:
         """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
+            _allocate(file, size)
             step = max(SPAN_BYTES, -(-size // SPANS))
             spans = [(at, min(at + step, size)) for at in range(0, size, step)]
             if len(spans) > 1:
@@ -121,6 +123,17 @@ def _all(started: Iterator[Future[Any]]) -> list[Any]:
     futures = list(started)
     wait(futures)
     return [future.result() for future in futures]
+
+
+def _allocate(file: int, size: int) -> None:
+    """Have the file system find the blocks at once: a full device says so before anything is
+    downloaded, and many files that are written side by side take half as long."""
+    try:
+        if size:
+            os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
 
 
 def _write_span(file: int, start: int, stop: int, stream: Stream, look: Callable[[], None]) -> None:
