@@ -18,19 +18,22 @@ from adaptercache.identity import Digest
 
 __all__ = ["Catalog", "Failures", "Known"]
 
+DOUBT_S = 10.0  # between questions about what is served unasked
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """What an adapter id stands for: a revision, its content, and that content's size.
 
     ``elements`` is the length of its flat vector in the cache's layout; ``checked``: when the
-    source was last asked.
+    source was last asked; ``doubted``: it didn't answer, and what it had before is served.
     """
 
     revision: str
     digest: Digest
     elements: int
     checked: float = 0.0
+    doubted: bool = False
 
 
 class Catalog:
@@ -84,7 +87,13 @@ class Catalog:
 
     def is_old(self, known: Known, clock: Callable[[], float]) -> bool:
         """Whether the source was last asked too long ago."""
-        return self.ttl_s is not None and clock() - known.checked > self.ttl_s
+        ttl_s = DOUBT_S if known.doubted else self.ttl_s
+        return ttl_s is not None and clock() - known.checked > ttl_s
+
+    def doubt(self, adapter_id: str) -> None:
+        """The source could not be asked: it is, again and again."""
+        if (known := self._known.get(adapter_id)) is not None:
+            self._known[adapter_id] = replace(known, doubted=True)
 
     def forget(self, adapter_id: str) -> Digest | None:
         """``adapter_id`` stands for nothing. Returns what `learn` returns."""

@@ -104,9 +104,13 @@ class DiskTier:
     def _is_here(self, digest: Digest) -> bool:
         return self.folder(digest).is_dir()
 
-    def note(self, key: AdapterKey, digest: Digest) -> None:
-        """Remember which content an id stands for."""
-        self._notes.write(key, digest)
+    def note(self, key: AdapterKey, digest: Digest, source: str | None = None) -> None:
+        """Remember which content an id stands for, in the source of that name."""
+        self._notes.write(key, digest, source)
+
+    def last(self, adapter_id: str, source: str) -> AdapterKey | None:
+        """What an id was when that source was last asked, if its content is here."""
+        return self._notes.last(adapter_id, source)
 
     def lookup(self, key: AdapterKey) -> Digest | None:
         """The content that an id stood for at this revision, if it is here."""

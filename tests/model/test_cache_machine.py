@@ -373,11 +373,11 @@ class CacheMachine(RuleBasedStateMachine):
     def let_run(self, enough: Callable[[], bool]) -> None:
         """Give the movers time, until it is enough or they have nothing to do."""
 
-        def is_idle() -> bool:
-            stats = self.cache.stats()
-            return not stats.in_flight_loads and not any(stats.queue_depth.values())
+        wait_until(lambda: enough() or self.is_idle(), 0.2)
 
-        wait_until(lambda: enough() or is_idle(), 0.2)
+    def is_idle(self) -> bool:
+        stats = self.cache.stats()
+        return not stats.in_flight_loads and not any(stats.queue_depth.values())
 
     @rule(key=keys)
     def acquire_in_a_task_that_is_cancelled(self, key: str) -> None:
@@ -646,6 +646,7 @@ class CacheMachine(RuleBasedStateMachine):
         waiting, self.waiting = self.waiting, []
         self.cache.admit([])
         self.let_go_of_everything()
+        assert wait_until(self.is_idle), "a load that met a fault has not ended"
         self.now += 100.0
         assert wait_until(self.serve_leases), f"{self.pending} starve"
         self.waiting = waiting
