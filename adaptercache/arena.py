@@ -198,7 +198,8 @@ class GpuArena(Residency[GpuPlace]):
 
 @dataclass(slots=True)
 class HostPlace:
-    """Where an adapter lies in CPU memory; ``spec`` says what its vector holds, once loaded."""
+    """Where an adapter lies in CPU memory; ``spec`` says what its vector holds, once its bytes
+    come."""
 
     runs: tuple[Run, ...]
     spec: Any = None
@@ -221,13 +222,23 @@ class HostArena(Residency[HostPlace]):
         """Blocks that a vector of ``nbytes`` takes."""
         return -(-nbytes // self.block_bytes)
 
+    def is_coming(self, digest: Digest) -> bool:
+        """Whether its bytes are being read: copies to the GPU may go ahead of the last ones."""
+        copy = self.get(digest)
+        return copy is not None and copy.state is State.LOADING and copy.place.spec is not None
+
     def take(self, digest: Digest, size: int, *, hint: bool) -> Copy[HostPlace]:
         """Absent → LOADING, in ``size`` blocks, which must be free."""
         runs = self.blocks.allocate(size)
         assert runs is not None, "placed within what is free"
         return self.reserve(digest, size, HostPlace(runs), prefetched=hint)
 
+    def begin(self, digest: Digest, spec: object) -> None:
+        """Its bytes come now; ``spec`` says what its vector holds."""
+        self[digest].place.spec = spec
+
     def drop(self, copy: Copy[HostPlace]) -> None:
+        assert not copy.leases, "a copy to the GPU reads these blocks"
         super().drop(copy)
         self.blocks.free(copy.place.runs)
 

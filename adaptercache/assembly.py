@@ -121,7 +121,7 @@ def assemble(
         clock=clock,
     )
     ledger.have_ended = gpu.streams.have_ended
-    ledger.revision_ttl_s = revision_ttl_s
+    ledger.catalog.ttl_s = revision_ttl_s
     deciding = Deciding(ledger)
     remote = open_source(source) if source is not None else None
     puts = TensorSource()

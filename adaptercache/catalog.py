@@ -10,7 +10,7 @@ Plain Python; the time is passed in. Not thread-safe: the cache's lock guards it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from adaptercache.errors import AdapterCacheError
@@ -18,19 +18,22 @@ from adaptercache.identity import Digest
 
 __all__ = ["Catalog", "Failures", "Known"]
 
+DOUBT_S = 10.0  # between questions about what is served unasked
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """What an adapter id stands for: a revision, its content, and that content's size.
 
     ``elements`` is the length of its flat vector in the cache's layout; ``checked``: when the
-    source was last asked.
+    source was last asked; ``doubted``: it didn't answer, and what it had before is served.
     """
 
     revision: str
     digest: Digest
     elements: int
     checked: float = 0.0
+    doubted: bool = False
 
 
 class Catalog:
@@ -39,6 +42,8 @@ class Catalog:
     def __init__(self) -> None:
         self._known: dict[str, Known] = {}
         self._sharing: dict[Digest, set[str]] = {}
+        self.ttl_s: float | None = None
+        """After how long the source is asked again about an id that is in use; None: never."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -79,6 +84,16 @@ class Catalog:
         """The source is being asked, or has been in vain."""
         if (known := self._known.get(adapter_id)) is not None:
             self._known[adapter_id] = replace(known, checked=now)
+
+    def is_old(self, known: Known, clock: Callable[[], float]) -> bool:
+        """Whether the source was last asked too long ago."""
+        ttl_s = DOUBT_S if known.doubted else self.ttl_s
+        return ttl_s is not None and clock() - known.checked > ttl_s
+
+    def doubt(self, adapter_id: str) -> None:
+        """The source could not be asked: it is, again and again."""
+        if (known := self._known.get(adapter_id)) is not None:
+            self._known[adapter_id] = replace(known, doubted=True)
 
     def forget(self, adapter_id: str) -> Digest | None:
         """``adapter_id`` stands for nothing. Returns what `learn` returns."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cachetools import TTLCache
 
 from adaptercache.catalog import Known
 from adaptercache.checkpoint import Checkpoint, ReadOptions, read_checkpoint
-from adaptercache.disk.contents import SUMS, sums_size, write_sums
-from adaptercache.disk.transfer import Stream, flush_file, mapped
+from adaptercache.disk.contents import sums_size, write_sums
+from adaptercache.disk.transfer import flush_file, mapped
 from adaptercache.disk_room import DiskRoom
 from adaptercache.errors import (
+    AdapterCacheError,
     AdapterInvalid,
     AdapterNotFound,
     AdapterUnsupported,
@@ -35,26 +34,29 @@ from adaptercache.packing import (
     spec_of,
     write_packed,
 )
+from adaptercache.source_files import check_names, name_of, stream_of
 from adaptercache.tiers.disk import FULL, DiskTier
 from adaptercache.tiers.remote import Source, TensorSource
 
 __all__ = ["Fetched", "Fetcher"]
 
-PIECE_BYTES = 1 << 20
 MISSING_TTL_S, MOST_MISSING = 10.0, 1024
 FLIGHT_PAUSE_S = 0.01
 TRIES = 3
-_PACKED = re.compile(r"[0-9a-f]{64}\.safetensors", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What is on disk now: ``nbytes`` were read from the source (0: it was here)."""
+    """What is on disk now: ``nbytes`` were read from the source (0: it was here).
+
+    ``unasked``: why the source couldn't be asked. Then it is what the disk had last.
+    """
 
     key: AdapterKey
     digest: Digest
     elements: int
     nbytes: int
+    unasked: AdapterCacheError | None = None
 
 
 class Fetcher:
@@ -116,7 +118,15 @@ class Fetcher:
 
     def _fetch(self, adapter_id: str, known: Known | None) -> Fetched:
         source = self._puts if adapter_id in self._puts else self._source
-        key = AdapterKey(adapter_id, self._revision(source, adapter_id))
+        try:
+            key = AdapterKey(adapter_id, self._revision(source, adapter_id))
+        except (LoadFailed, OSError) as error:
+            if known is None and (last := self._last(source, adapter_id)) is not None:
+                what = "the source can't be asked; what the disk had last is served"
+                unasked = LoadFailed(what, adapter_id=adapter_id)
+                unasked.__cause__ = error
+                return replace(last, unasked=unasked)
+            raise
         assert source is not None, "it has just told the revision"
         if known is not None and known.revision == key.revision:
             return Fetched(key, known.digest, known.elements, 0)
@@ -125,7 +135,16 @@ class Fetcher:
             return found
         with self._disk.flight(adapter_id, self._wait_for_others):
             # Another process may have brought it here meanwhile.
-            return self._find(key) or self._rebuild(key) or self._download(source, key)
+            return self._find(key) or self._rebuild(source, key) or self._download(source, key)
+
+    def _last(self, source: Source | None, adapter_id: str) -> Fetched | None:
+        """What an id was when this source could be asked, if the disk has it whole."""
+        name = name_of(source)
+        key = self._disk.last(adapter_id, name) if name is not None else None
+        if key is None or (found := self._find(key)) is not None:
+            return found if key is not None else None
+        with self._disk.flight(adapter_id, self._wait_for_others):
+            return self._find(key) or self._rebuild(source, key)
 
     def _revision(self, source: Source | None, adapter_id: str) -> str:
         if source is None:
@@ -175,7 +194,7 @@ class Fetcher:
             return None
         return packed.spec if packed.content == digest else None
 
-    def _rebuild(self, key: AdapterKey) -> Fetched | None:
+    def _rebuild(self, source: Source | None, key: AdapterKey) -> Fetched | None:
         """Pack what the disk has as it was published: for another layout, or once more. None where
         the disk hasn't got it, or not whole: it is downloaded again."""
         digest = self._held(key)
@@ -190,7 +209,7 @@ class Fetcher:
                 return None
             folder = self._disk.new_folder()
             try:
-                self._publish(folder, key, checkpoint, 0)
+                self._publish(folder, source, key, checkpoint, 0)
             finally:
                 self._disk.discard(folder)
             return Fetched(key, digest, spec_of(checkpoint, self._layout).elements, 0)
@@ -201,7 +220,7 @@ class Fetcher:
         folder = self._disk.new_folder()
         try:
             files = source.files(key.adapter_id, key.revision)
-            _check_names(files)
+            check_names(files)
             nbytes = sum(files.values())
             with self._room.claimed(nbytes):
                 sums = {
@@ -213,7 +232,7 @@ class Fetcher:
                 checkpoint = self._read(folder)
                 spec = spec_of(checkpoint, self._layout)
                 # Claimed anew, as one sum: two downloads that each hold a part would wait for ever.
-                self._publish(folder, key, checkpoint, nbytes + sums_size(files))
+                self._publish(folder, source, key, checkpoint, nbytes + sums_size(files))
             return Fetched(key, checkpoint.digest, spec.elements, nbytes)
         except (AdapterInvalid, AdapterUnsupported) as error:
             # The temporary folder would tell nobody anything.
@@ -224,7 +243,7 @@ class Fetcher:
 
     def _copy(self, source: Source, key: AdapterKey, name: str, size: int, to: Path) -> int:
         """Bring one file here, whole and flushed. Returns its CRC-32."""
-        self._disk.fill(to, size, _stream_of(source, key, name), self._look)
+        self._disk.fill(to, size, stream_of(source, key, name), self._look)
         with mapped(to) as data:
             check = getattr(source, "check", None)
             if check is not None:
@@ -236,7 +255,14 @@ class Fetcher:
     def _read(self, folder: Path) -> Checkpoint:
         return read_checkpoint(folder, self._layout.base, options=self._options)
 
-    def _publish(self, folder: Path, key: AdapterKey, checkpoint: Checkpoint, nbytes: int) -> None:
+    def _publish(
+        self,
+        folder: Path,
+        source: Source | None,
+        key: AdapterKey,
+        checkpoint: Checkpoint,
+        nbytes: int,
+    ) -> None:
         """Pack into ``folder``, which has files of ``nbytes``, and publish it."""
         digest = checkpoint.digest
         size = nbytes + packed_size(self._layout, spec_of(checkpoint, self._layout))
@@ -247,38 +273,9 @@ class Fetcher:
             with self._disk.changing:
                 self._disk.publish(folder, digest, claim.nbytes)
                 claim.nbytes = 0
-                self._disk.note(key, digest)
+                self._disk.note(key, digest, name_of(source))
                 self._room.record(digest)
 
     def _make_free(self) -> bool:
         self._disk.say_once(f"{self._disk.root}: the device is full before disk_bytes are used")
         return self._room.make_free(2 * self._layout.max_elements * self._layout.itemsize)
-
-
-def _check_names(names: Iterable[str]) -> None:
-    """A name never leads out of the folder, nor is it one that our own files have there."""
-    for name in names:
-        is_ours = _PACKED.fullmatch(name) or name == SUMS
-        if name in ("", ".", "..") or "/" in name or "\0" in name or is_ours:
-            raise AdapterInvalid("the source gives a file a strange name", found=f"{name!r:.200}")
-
-
-def _stream_of(source: Source, key: AdapterKey, name: str) -> Stream:
-    """A file of a source in pieces: as the source itself gives them, or by reading."""
-    streams = getattr(source, "stream", None)
-    if streams is not None:
-        return partial(streams, key.adapter_id, key.revision, name)
-
-    def stream(start: int, stop: int) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(min(stop - start, PIECE_BYTES)))
-        while start < stop:
-            into = buffer[: stop - start]
-            got = source.read(key.adapter_id, key.revision, name, start, into)
-            if got != len(into):
-                raise LoadFailed(
-                    f"{name} is shorter than the source declares", adapter_id=key.adapter_id
-                )
-            yield into
-            start += got
-
-    return stream

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from adaptercache.arena import HostPlace
+from adaptercache.blocks import Run
 from adaptercache.errors import (
     AdapterInvalid,
     CacheClosed,
@@ -25,8 +27,29 @@ from adaptercache.stats import Tier
 from adaptercache.tiers.disk import DiskTier
 from adaptercache.tiers.gpu import GpuTier
 from adaptercache.tiers.host import HostTier
+from adaptercache.tiers.transfer import Transfer
 
 __all__ = ["Hops"]
+
+
+@dataclass(slots=True)
+class _Read:
+    """An adapter that is being read, and its copy to the GPU, if that goes ahead meanwhile.
+
+    ``ahead`` is set with the cache's lock held; the thread that reads sees it at the next piece.
+    """
+
+    ahead: tuple[Load, Transfer] | None = None
+
+    def arrived(self, nbytes: int) -> None:
+        """So many bytes have come; whether they are right is not known yet."""
+        if self.ahead is not None:
+            self.ahead[1].arrived(nbytes)
+
+    def abandon(self) -> None:
+        """It has failed: wait for what went ahead. Nothing more does from now on."""
+        if self.ahead is not None:
+            self.ahead[1].abandon()
 
 
 class Hops:
@@ -53,29 +76,48 @@ class Hops:
         self._disk, self._host, self._gpu = disk, host, gpu
         self._delete = delete
         self._broken: set[Digest] = set()  # on disk; fetched again, and not read since
+        self._reads: dict[Digest, _Read] = {}
 
     # -- DISK → HOST
 
     def read(self, copy: Copy[HostPlace]) -> None:
-        """Start reading a packed file into blocks that are reserved."""
-        digest, runs = copy.digest, copy.place.runs
+        """Start reading a packed file into blocks that are reserved.
 
-        def work() -> VectorSpec:
-            path = self._disk.packed_path(digest, self._layout.digest)
-            with self._disk.reading(digest), self._disk.rejecting(path):
-                packed = read_packed_header(path, self._layout)
-                if packed.content != digest:
-                    raise AdapterInvalid("the packed file is of other content", where=str(path))
-                self._disk.read_into(packed, self._host.views(runs, packed.nbytes))
-            return packed.spec
+        As soon as its header has been read it may be given pages on the GPU (`copy`); then pieces
+        that have come are copied there while others are still being read.
+        """
+        digest = copy.digest
+        read = self._reads[digest] = _Read()
+
+        def work() -> int:
+            try:
+                return self._read(digest, copy.place.runs, read)
+            except BaseException:
+                read.abandon()
+                raise
 
         done, failed = partial(self._was_read, digest), partial(self._not_read, digest)
         self._movers.submit(Job(Hop.READ, digest, work, done, failed, not copy.prefetched))
 
-    def _was_read(self, digest: Digest, spec: VectorSpec, seconds: float) -> None:
-        self._journal.ended(Hop.READ, seconds, spec.elements * self._layout.itemsize, digest)
+    def _read(self, digest: Digest, runs: Sequence[Run], read: _Read) -> int:
+        """Returns how many bytes have been read, and checked."""
+        path = self._disk.packed_path(digest, self._layout.digest)
+        with self._disk.reading(digest), self._disk.rejecting(path):
+            packed = read_packed_header(path, self._layout)
+            if packed.content != digest:
+                raise AdapterInvalid("the packed file is of other content", where=str(path))
+            views = self._host.views(runs, packed.nbytes)
+            begun = partial(self._ledger.host.begin, digest, packed.spec)
+            self._movers.report(Hop.READ, begun)
+            self._disk.read_into(packed, views, read.arrived)
+        return packed.nbytes
+
+    def _was_read(self, digest: Digest, nbytes: int, seconds: float) -> None:
+        self._journal.ended(Hop.READ, seconds, nbytes, digest)
         self._broken.discard(digest)
-        self._ledger.host_loaded(digest, spec)
+        self._ledger.host_loaded(digest)
+        if (ahead := self._reads.pop(digest).ahead) is not None:
+            self._bring(*ahead)
         if (copy := self._ledger.disk.get(digest)) is not None and copy.doomed:
             self._delete(digest)
 
@@ -83,18 +125,16 @@ class Hops:
         """Forget the copy on disk, so that it is fetched again: packed anew from the files as they
         were published, or downloaded. The first time at once, and while those who wait go on
         waiting; if it fails again, after a back-off."""
+        self._free(digest, caught)
         if isinstance(caught, (CapacityError, CacheClosed)):  # the disk is not to blame
-            self._ledger.host_failed(digest)
             self._journal.failed(Hop.READ, self._ledger.catalog.ids_of(digest), caught, seconds)
             return
         if isinstance(caught, FileNotFoundError):  # another process has evicted it: fetched again
-            self._ledger.host_failed(digest)
             self._ledger.give_up_on_disk(digest, "gone")
             return
         error = LoadFailed("the copy on disk can't be read; it will be fetched again")
         error.__cause__ = caught
         is_first = digest not in self._broken
-        self._ledger.host_failed(digest)
         ids = [] if is_first else self._ledger.catalog.ids_of(digest)
         (self._broken.add if is_first else self._broken.discard)(digest)
         self._journal.failed(Hop.READ, ids, error, seconds)
@@ -102,10 +142,19 @@ class Hops:
         if copy is not None and copy.idle:
             self._ledger.evict(Tier.DISK, digest, "broken")
 
+    def _free(self, digest: Digest, caught: BaseException) -> None:
+        """The blocks, and the pages into which copies went ahead: these have ended."""
+        if (ahead := self._reads.pop(digest).ahead) is not None:
+            load, _ = ahead
+            self._gpu.give_up(load.slot)
+            self._ledger.gpu_failed(digest, as_load_error(caught))
+        self._ledger.host_failed(digest)
+
     # -- HOST → GPU
 
     def copy(self, loads: Iterable[Load], led: Collection[Digest] = ()) -> None:
-        """Start copies whose slots, pages and copies in CPU memory are reserved.
+        """Start copies whose slots, pages and copies in CPU memory are reserved. What is being
+        read still goes ahead piece by piece, and is done once all has been read and checked.
 
         ``led``: steps are about to read these while they come.
         """
@@ -115,19 +164,22 @@ class Hops:
     def _copy(self, load: Load, is_led: bool) -> None:
         place = self._ledger.host[load.digest].place
         spec: VectorSpec = place.spec
-        nbytes = spec.elements * self._layout.itemsize
-
-        pieces = partial(self._host.views, place.runs, nbytes)
+        pieces = partial(self._host.views, place.runs, spec.elements * self._layout.itemsize)
         after = self._ledger.gpu[load.digest].place.after
         transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after, hint=load.hint)
         if is_led:
             transfer.lead()
             self._ledger.outbox.append(transfer.start)
+        if (read := self._reads.get(load.digest)) is not None:
+            read.ahead = load, transfer
+        else:
+            self._bring(load, transfer)
 
+    def _bring(self, load: Load, transfer: Transfer) -> None:
         def work() -> None:
             self._gpu.write(load.slot, transfer)
 
-        done = partial(self._copied, load.digest, nbytes)
+        done = partial(self._copied, load.digest, transfer.nbytes)
         failed = partial(self._not_copied, load.digest)
         self._movers.submit(Job(Hop.COPY, load.digest, work, done, failed, not load.hint))
 

@@ -65,10 +65,8 @@ class Ledger:
         self.have_ended: Callable[[int], bool] = lambda step: True
         """Whether a step, and all before it, have made their last launch."""
         self.outbox: list[Callable[[], None]] = []
-        self.revision_ttl_s: float | None = None
-        """After how long the source is asked again about an id that is in use; None: never."""
         self.stale: set[str] = set()
-        """Ids that were leased though it is longer ago."""
+        """Ids that were leased though the source was last asked long ago."""
         self.on_evict: Callable[[Tier, Digest], None] | None = None
         self.itemsize = itemsize
 
@@ -82,13 +80,18 @@ class Ledger:
             if digest in self.waiting.draining:
                 return Standing(digest, reason="room")
             ready = self.gpu_up and self.gpu.is_ready(copy)
-            coming = self.gpu_up and not ready and self.gpu.may_pipeline and copy.error is None
+            coming = self.gpu_up and not ready and self.may_pipeline(digest) and copy.error is None
             coming = coming and self.have_ended(copy.place.after)
             return Standing(digest, ready=ready, coming=coming)
         error = self.waiting.failed.get(adapter_id)
         if error is None and adapter_id in self.failures:
             error = self.failures.get(adapter_id, self.clock())
         return UNKNOWN if digest is None and error is None else Standing(digest, error=error)
+
+    def may_pipeline(self, digest: Digest) -> bool:
+        """Whether a step may read it layer by layer, as it is copied: not before all its bytes have
+        been checked, in CPU memory."""
+        return self.gpu.may_pipeline and self.host.resident(digest) is not None
 
     def found_in(self, adapter_id: str) -> str:
         """The top tier that has it whole, for the metrics."""
@@ -168,14 +171,13 @@ class Ledger:
         copy = self.gpu.get(known.digest) if known is not None else None
         if known is None or copy is None or not self.gpu_up:
             return False
-        is_coming = grant.pipelined and self.gpu.may_pipeline and copy.error is None
+        is_coming = grant.pipelined and self.may_pipeline(known.digest) and copy.error is None
         if not (self.gpu.is_ready(copy) or is_coming):
             return False
         if known.digest in self.waiting.draining:
             return False
         self.gpu.lease(copy)
-        ttl_s = self.revision_ttl_s
-        if ttl_s is not None and self.clock() - known.checked > ttl_s:
+        if self.catalog.is_old(known, self.clock):
             self.stale.add(grant.adapter_id)
         self.waiting.forget_hint(grant.adapter_id)
         self.traffic.add(grant.adapter_id, grant.since)
@@ -251,16 +253,15 @@ class Ledger:
             self.gpu.drop(copy)
         self.unhold(Tier.HOST, digest)
 
-    def host_loaded(self, digest: Digest, spec: object) -> None:
-        """The adapter is whole in CPU memory; ``spec`` says what its vector holds."""
+    def host_loaded(self, digest: Digest) -> None:
+        """The adapter is whole in CPU memory, and has been checked."""
         copy = self.host[digest]
-        copy.place.spec = spec
         self.host.loaded(copy)
         self.unhold(Tier.DISK, digest)
         self._sweep(copy, Tier.HOST)
 
     def host_failed(self, digest: Digest) -> None:
-        """Reading it failed: its blocks are free."""
+        """Reading it failed: its blocks are free. What went ahead to the GPU has failed before."""
         self.host.drop(self.host[digest])
         self.unhold(Tier.DISK, digest)
 

@@ -71,7 +71,7 @@ class Lifts:
 
     def can_pipeline(self, load: Load) -> bool:
         ledger = self._ledger
-        may = ledger.gpu_up and ledger.gpu.may_pipeline
+        may = ledger.gpu_up and ledger.may_pipeline(load.digest)
         return may and ledger.have_ended(ledger.gpu.free_after(load))
 
     def idle_pages(self, digest: Digest) -> int:
@@ -111,6 +111,7 @@ class Lifts:
         for known, hint in line:
             ready = ledger.host.resident(known.digest) is not None
             ready = ready and (gpu.peers is None or gpu.peers.have(known.digest))
+            ready = ready or (gpu.peers is None and ledger.host.is_coming(known.digest))
             pages = gpu.shape.pages_for(known.elements)
             wants.append(Want(known.digest, pages, ready, hint))
         page_bytes = gpu.shape.rows * gpu.shape.page_bytes

@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -65,7 +65,8 @@ class Movers:
     Args:
         lock: the cache's. `submit` and the gauges are called with it held.
         threads: how many for each hop.
-        ended: called after each job with the lock held, to decide what comes next.
+        ended: called after each job, and when one reports, with the lock held, to decide what comes
+            next.
         tell: called after that, without the lock.
     """
 
@@ -116,6 +117,14 @@ class Movers:
                 self._demands[hop].append(job)
                 self._wake[hop].notify()  # a thread may be idle: one is kept free of hints
         return job is not None
+
+    def report(self, hop: Hop, news: Callable[[], None]) -> None:
+        """A running job has come so far that others may go on: ``news`` takes note of it, with the
+        lock held, and what can start is started. Called without the lock."""
+        with self._wake[hop], _surviving(hop):
+            news()
+            self._ended()
+        self._tell()
 
     def queued(self, hop: Hop) -> int:
         """Loads that wait for a thread."""
@@ -189,13 +198,20 @@ class Movers:
         with self._wake[job.hop]:
             del self._jobs[job.hop, job.key]
             self._hints_running[job.hop] -= job.started_as_hint
-            try:
+            with _surviving(job.hop):
                 if error is None:
                     job.done(result, seconds)
                 else:
                     job.failed(error, seconds)
                 if error is None or self._num_queued[job.hop] < BUSY or job.hop is not Hop.FETCH:
                     self._ended()
-            except BaseException:  # a defect of ours; the thread must live on
-                with suppress(Exception):
-                    log.exception("deciding after a load failed", extra={"hop": job.hop.label})
+
+
+@contextmanager
+def _surviving(hop: Hop) -> Iterator[None]:
+    """Log a defect of ours; the thread must live on."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            log.exception("deciding after a load failed", extra={"hop": hop.label})

@@ -167,7 +167,12 @@ class Lifter:
             if before is not None and before.digest != digest and self.on_revision is not None:
                 changed = partial(self.on_revision, key.adapter_id, before.digest, digest)
                 self._ledger.outbox.append(changed)
-        self._tell(refreshes, lambda future: future.set_result(key))
+        if (unasked := fetched.unasked) is not None:  # nobody fails: the disk's copy is served
+            self._journal.failed(Hop.FETCH, [], unasked, seconds)
+            self._ledger.catalog.doubt(key.adapter_id)
+            self._tell(refreshes, lambda future: future.set_exception(unasked))
+        else:
+            self._tell(refreshes, lambda future: future.set_result(key))
         self._fetch_again(key.adapter_id)
 
     def _not_fetched(

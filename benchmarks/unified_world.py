@@ -149,7 +149,8 @@ class Serving:
         ledger.learn(AdapterKey(str(index), "1"), digest, spec.elements)
         ledger.disk.lease(ledger.disk[digest])
         ledger.host.take(digest, ledger.host.blocks_for(nbytes), hint=False)
-        ledger.host_loaded(digest, spec)
+        ledger.host.begin(digest, spec)
+        ledger.host_loaded(digest)
 
     def run(self, jobs: Sequence[Job], seconds: float) -> Outcome:
         """Serve for so long; the requests come when they come."""

@@ -35,10 +35,11 @@ class Notes:
         self._lock = threading.Lock()
         self._of: dict[Digest, set[str]] = {}
 
-    def write(self, key: AdapterKey, digest: Digest) -> None:
-        """``key`` stands for this content."""
+    def write(self, key: AdapterKey, digest: Digest, source: str | None = None) -> None:
+        """``key`` stands for this content, says the source of that name."""
         name, fresh = _name(key.adapter_id), self._fresh()
         note = {"id": key.adapter_id, "revision": key.revision, "digest": digest.hex()}
+        note |= {"source": source} if source is not None else {}
         fresh.write_text(json.dumps(note))
         os.replace(fresh, self._folder / name)
         self._remember(digest, name)
@@ -54,6 +55,14 @@ class Notes:
             return None
         self._remember(digest, name)
         return digest
+
+    def last(self, adapter_id: str, source: str) -> AdapterKey | None:
+        """What an id was when that source was last asked, if its content is here."""
+        note = _read(self._folder / _name(adapter_id))
+        if note is None or (note.get("id"), note.get("source")) != (adapter_id, source):
+            return None
+        key = AdapterKey(adapter_id, str(note.get("revision")))
+        return key if self.find(key) is not None else None
 
     def forget(self, digest: Digest) -> None:
         """Remove the notes of content that was deleted, as far as this process knows of them."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,6 +55,7 @@ class Transfer:
         """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
+            _allocate(file, size)
             step = max(SPAN_BYTES, -(-size // SPANS))
             spans = [(at, min(at + step, size)) for at in range(0, size, step)]
             if len(spans) > 1:
@@ -65,7 +67,9 @@ class Transfer:
 
     # -- to memory
 
-    def read_into(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
+    def read_into(
+        self, packed: PackedFile, views: Sequence[Tensor], arrived: Callable[[int], None]
+    ) -> None:
         """See `DiskTier.read_into`."""
         pieces: list[tuple[int, memoryview]] = []
         offset = packed.offset
@@ -79,7 +83,12 @@ class Transfer:
             mark = (info.st_ino, info.st_mtime_ns, info.st_size)
             with self._verifying:
                 read = _read if mark in self._verified else _read_and_sum
-            sums = _all(self._readers.submit(read, file, *piece) for piece in pieces)
+            reads = [self._readers.submit(read, file, *piece) for piece in pieces]
+            try:
+                _tell(zip(reads, (len(into) for _, into in pieces), strict=True), arrived)
+            finally:
+                wait(reads)  # whatever failed: they write into our caller's memory
+            sums = [each.result() for each in reads]
         finally:
             os.close(file)
         if read is _read:
@@ -97,12 +106,34 @@ class Transfer:
         self._writers.shutdown()
 
 
+def _tell(reads: Iterable[tuple[Future[int], int]], arrived: Callable[[int], None]) -> None:
+    """Say how much has come from the beginning on, as the pieces come; nothing behind one that
+    fails."""
+    total = 0
+    for each, nbytes in reads:
+        if each.exception() is not None:
+            return
+        total += nbytes
+        arrived(total)
+
+
 def _all(started: Iterator[Future[Any]]) -> list[Any]:
     """The results of all; where one fails, only after all have ended: they write into our memory,
     or into a file of ours."""
     futures = list(started)
     wait(futures)
     return [future.result() for future in futures]
+
+
+def _allocate(file: int, size: int) -> None:
+    """Have the file system find the blocks at once: a full device says so before anything is
+    downloaded, and many files that are written side by side take half as long."""
+    try:
+        if size:
+            os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
 
 
 def _write_span(file: int, start: int, stop: int, stream: Stream, look: Callable[[], None]) -> None:

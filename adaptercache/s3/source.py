@@ -53,6 +53,11 @@ class S3Source:
         self._lock = threading.Lock()
         self._may_list = True
 
+    @property
+    def name(self) -> str:
+        """Of the store and the place in it."""
+        return f"{self._options.endpoint_url or ''} s3://{self._at.bucket}/{self._at.prefix}"
+
     def __repr__(self) -> str:
         return f"S3Source('s3://{self._at.bucket}/{self._at.prefix}')"
 

@@ -104,9 +104,13 @@ class DiskTier:
     def _is_here(self, digest: Digest) -> bool:
         return self.folder(digest).is_dir()
 
-    def note(self, key: AdapterKey, digest: Digest) -> None:
-        """Remember which content an id stands for."""
-        self._notes.write(key, digest)
+    def note(self, key: AdapterKey, digest: Digest, source: str | None = None) -> None:
+        """Remember which content an id stands for, in the source of that name."""
+        self._notes.write(key, digest, source)
+
+    def last(self, adapter_id: str, source: str) -> AdapterKey | None:
+        """What an id was when that source was last asked, if its content is here."""
+        return self._notes.last(adapter_id, source)
 
     def lookup(self, key: AdapterKey) -> Digest | None:
         """The content that an id stood for at this revision, if it is here."""
@@ -229,19 +233,26 @@ class DiskTier:
                 self._shelf.remove_file(packed)
             raise
 
-    def read_into(self, packed: PackedFile, views: Sequence[Tensor]) -> None:
+    def read_into(
+        self,
+        packed: PackedFile,
+        views: Sequence[Tensor],
+        arrived: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         """Read a packed file's vector into these tensors, with several threads.
 
         The checksum is verified at the first read of a file by this process.
 
         Args:
             views: ``uint8 [n]``, together as long as the vector.
+            arrived: called on this thread, as the bytes come, with how many of them, from the
+                beginning on, are in place. That they are the right ones is known only in the end.
 
         Raises:
             LoadFailed: the file ends early, or its bytes are not those that were written.
             OSError: it can't be read.
         """
-        self._transfer.read_into(packed, views)
+        self._transfer.read_into(packed, views, arrived)
 
     def close(self) -> None:
         """Stop the threads; remove what is temporary."""

@@ -139,6 +139,10 @@ class GpuTier:
             if self._coming.get(slot) is transfer:
                 del self._coming[slot]
 
+    def give_up(self, slot: int) -> None:
+        """What was expected in this slot will not be written; nothing of it is under way."""
+        self._coming.pop(slot, None)
+
     def arrivals(self, slots: Iterable[int]) -> Arrivals | None:
         """What a step that reads these slots waits for; None where all are in place."""
         found = [self._coming.get(slot) for slot in slots]

@@ -54,6 +54,9 @@ class Source(Protocol):
     # bytes [start, stop) in order, in pieces; used instead of `read`, by several threads at once.
     #     check(adapter_id, revision, name, data: memoryview) -> None
     # called with a whole file; raises LoadFailed where these are other bytes than it has.
+    #     name: str
+    # says which adapters these are: where the source can't be asked, what a source of the same
+    # name had last under an id is served from the disk.
 
 
 def open_source(source: str | os.PathLike[str] | Source) -> Source:
@@ -92,6 +95,7 @@ class DirectorySource:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).resolve()
+        self.name = f"file://{self._root}"
         self._check_root()
 
     def _check_root(self) -> None:

@@ -27,6 +27,14 @@ the first fence that was recorded after that. Hence, for each change of owner:
   it; the scatter stream reads it behind the event of the copy that filled it.
 - blocks of CPU memory: held by the load until its last event has come, which is behind all copies
   that read them; after a failure until `drain` has returned.
+- an adapter that flows (`Transfer.arrived`: copied while it is still being read from the disk):
+  its pages are its own, and no step's, from before the first copy. A chunk's copy is queued by the
+  thread that has seen the reads of all its bytes end; nobody writes these bytes again while the
+  load holds the blocks. Copies go where a whole transfer's would, behind the same fence, but only
+  once the step that they come after has ended, for that thread doesn't wait. Where reading fails,
+  or the checksum is another, it waits until our streams are empty (`abandon`) before pages, slot
+  and blocks are given up. No step reads what flows: an adapter is leased only when it is whole on
+  the GPU or, by a pipelined request, when it is whole and checked in CPU memory.
 - a step that reads an adapter still on its way makes the compute stream wait for the events of the
   chunks that it reads (`Transfer.wait`), recorded behind all that writes these chunks' cells. The
   table's row is written before the first of them.

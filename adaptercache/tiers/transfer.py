@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
@@ -55,6 +55,31 @@ class Transfer:
     def _chunk_by_chunk(self) -> Iterator[Landed]:
         pieces = self._pieces()
         yield from self._way.queue(self._slot, self._spec, self._pages, pieces, self._after)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the vector."""
+        return self._spec.elements * self._way.stack.shape.itemsize
+
+    def arrived(self, nbytes: int) -> None:
+        """So many bytes, from the vector's beginning on, are in CPU memory by now: queue copies of
+        the chunks that lie in them, unless a step may still use their pages. For the thread that
+        has seen them come. `run` queues what is left, and waits; or else call `abandon`.
+
+        What goes wrong is told to `run`.
+        """
+        if not self._streams.have_ended(self._after):
+            return
+        ends, elements = self._ends_of_chunks(), nbytes // self._way.stack.shape.itemsize
+        ready = len(ends) if nbytes >= self.nbytes else bisect_right(ends, elements)
+        for chunk in range(len(self._landed), ready):
+            self._queue(chunk)
+
+    def abandon(self) -> None:
+        """It will not be run: wait until nothing of it is under way, so that blocks and pages may
+        be given up."""
+        if self._landed or self._error is not None:
+            self._streams.drain()
 
     def run(self) -> None:
         """Wait for its turn, queue all copies, and wait until the bytes are in place.
@@ -131,10 +156,13 @@ class Transfer:
     def chunks_of_layers(self) -> list[int]:
         """For each layer, the last chunk that it needs: with it and those before, all layers up to
         this one are in place. (The table's row comes with the first.)"""
-        stack = self._way.stack
-        page_elems = stack.shape.rows * stack.shape.page_elems
-        ends = [(first + count) * page_elems for first, count in self._chunks]
-        return [bisect_left(ends, end) for end in _ends_of_layers(stack.layout, self._spec)]
+        ends, layout = self._ends_of_chunks(), self._way.stack.layout
+        return [bisect_left(ends, end) for end in _ends_of_layers(layout, self._spec)]
+
+    def _ends_of_chunks(self) -> list[int]:
+        """In elements; the last one's may be behind the vector's."""
+        shape = self._way.stack.shape
+        return [(first + count) * shape.rows * shape.page_elems for first, count in self._chunks]
 
 
 def _ends_of_layers(layout: LoraLayout, spec: VectorSpec) -> list[int]:

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from adaptercache import AdapterCacheError, CacheClosed, Request, Tier
+from adaptercache.disk import transfer as disk_transfer
 from adaptercache.testing import FaultySource
+from adaptercache.tiers import ways
 from adaptercache.tiers.disk import DiskTier
 from adaptercache.tiers.gpu import GpuTier
+from adaptercache.tiers.transfer import Transfer
 
-POINTS = ["revision", "files", "read", "disk", "gpu"]
+POINTS = ["revision", "files", "read", "disk", "flow", "gpu"]
 
 
 class Halted:
@@ -60,7 +63,13 @@ def halted(
     request: pytest.FixtureRequest, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Halted]:
     source = Halted(tiny.source("a", "b"), request.param)
-    for owner, name, point in ((DiskTier, "read_into", "disk"), (GpuTier, "write", "gpu")):
+    monkeypatch.setattr(disk_transfer, "READ_BYTES", 2048)  # several pieces
+    monkeypatch.setattr(ways, "STAGED_BYTES", 4096)  # and several chunks
+    for owner, name, point in (
+        (DiskTier, "read_into", "disk"),
+        (Transfer, "_queue", "flow"),  # the first chunk goes ahead
+        (GpuTier, "write", "gpu"),
+    ):
         monkeypatch.setattr(owner, name, standing_first(getattr(owner, name), source, point))
     yield source
     source.go_on.set()

@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -35,6 +38,7 @@ from adaptercache import (
     Request,
     Tier,
 )
+from adaptercache.disk import transfer as disk_transfer
 from adaptercache.kernels import add_lora
 from adaptercache.testing import (
     FakeSource,
@@ -43,6 +47,7 @@ from adaptercache.testing import (
     check_consistent,
     random_adapter,
 )
+from adaptercache.tiers import ways
 from adaptercache.tiers.remote import CONFIG, WEIGHTS, TensorSource
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -102,6 +107,45 @@ class Step:
     freed: dict[int, float] = field(default_factory=dict)  # KV pages freed meanwhile
 
 
+class Medium:
+    """Reads packed files in small pieces, some of which fail, come slowly, or with a wrong bit, so
+    that loads break off in the midst of their way from the disk to the GPU.
+
+    Attributes:
+        fault: what happens to one piece in seven.
+    """
+
+    def __init__(self) -> None:
+        self.fault = "none"
+        self._count = itertools.count()
+        self._read = disk_transfer._read
+        self._patched = pytest.MonkeyPatch()
+        self._patched.setattr(disk_transfer, "READ_BYTES", 1024)
+        self._patched.setattr(disk_transfer, "_read", self._read_piece)
+        self._patched.setattr(disk_transfer, "_read_and_sum", self._read_and_sum)
+        for name in ("STAGED_BYTES", "STRIDED_BYTES", "FIRST_BYTES"):
+            self._patched.setattr(ways, name, PAGE_BYTES)
+
+    def _is_hit(self, fault: str) -> bool:
+        return self.fault == fault and next(self._count) % 7 == 5
+
+    def _read_piece(self, file: int, offset: int, into: memoryview) -> int:
+        if self._is_hit("fails"):
+            raise OSError("injected")
+        if self._is_hit("slow"):
+            time.sleep(0.003)
+        return self._read(file, offset, into)
+
+    def _read_and_sum(self, file: int, offset: int, into: memoryview) -> int:
+        self._read_piece(file, offset, into)
+        if self._is_hit("flips"):
+            into[0] ^= 4
+        return zlib.crc32(into)
+
+    def close(self) -> None:
+        self._patched.undo()
+
+
 class Errors(logging.Handler):
     """Defects that the cache itself has logged."""
 
@@ -148,6 +192,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.count = 0
         self.inner = FakeSource()
         self.source = FaultySource(self.inner)
+        self.medium = Medium()
         self.errors = Errors()
         logging.getLogger("adaptercache").addHandler(self.errors)
         self.evicted: list[tuple[Tier, bytes]] = []
@@ -288,6 +333,29 @@ class CacheMachine(RuleBasedStateMachine):
         elif how == "stands still":
             self.source.gate.clear()
 
+    @rule(fault=st.sampled_from(["fails", "flips", "slow", "none", "none"]))
+    def disk_behaves(self, fault: str) -> None:
+        if fault in ("fails", "flips"):
+            self.may_fail = set(KEYS)  # what was fetched twice may fail twice
+        self.medium.fault = fault
+
+    @rule(
+        some=st.lists(keys, min_size=1, max_size=3),
+        fault=st.sampled_from(["fails", "flips", "slow"]),
+        patient=st.booleans(),
+    )
+    def read_from_disk(self, some: list[str], fault: str, patient: bool) -> None:
+        """All that is idle in memory goes, and some are asked for, while the disk misbehaves."""
+        self.disk_behaves(fault)
+        with self.cache._deciding.lock:
+            for tier in (Tier.GPU, Tier.HOST):
+                copies = self.cache._ledger.gpu if tier is Tier.GPU else self.cache._ledger.host
+                for copy in [copy for copy in copies if copy.idle]:
+                    self.cache._ledger.evict(tier, copy.digest, "test")
+        self.cache._parts.disk._transfer._verified.clear()  # as in a new process
+        for key in some:
+            self.acquire(key, patient)
+
     @rule(seconds=st.sampled_from([0.5, 2.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
@@ -305,11 +373,11 @@ class CacheMachine(RuleBasedStateMachine):
     def let_run(self, enough: Callable[[], bool]) -> None:
         """Give the movers time, until it is enough or they have nothing to do."""
 
-        def is_idle() -> bool:
-            stats = self.cache.stats()
-            return not stats.in_flight_loads and not any(stats.queue_depth.values())
+        wait_until(lambda: enough() or self.is_idle(), 0.2)
 
-        wait_until(lambda: enough() or is_idle(), 0.2)
+    def is_idle(self) -> bool:
+        stats = self.cache.stats()
+        return not stats.in_flight_loads and not any(stats.queue_depth.values())
 
     @rule(key=keys)
     def acquire_in_a_task_that_is_cancelled(self, key: str) -> None:
@@ -379,11 +447,14 @@ class CacheMachine(RuleBasedStateMachine):
         digests = {held.lease.digest for _, held in self.running} - {None}
         if max_adapters is not None:
             assert len(digests) <= max(max_adapters, len(before))
+        taken = []
         for request, _ in admission.admitted:
             if request.kv_pages:
                 pages = self.cache.pages.allocate(request.kv_pages)
                 assert pages is not None, "promised"
-                self.write_kv(pages)
+                taken.append(pages)
+        for pages in taken:  # in a step, which ends what was promised
+            self.write_kv(pages)
 
     @rule(wanted=st.lists(keys, max_size=4), to=st.sampled_from([Tier.GPU, Tier.HOST, Tier.DISK]))
     def prefetch(self, wanted: list[str], to: Tier) -> None:
@@ -567,6 +638,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.source.gate.set()
         self.source.failing.clear()
         self.source.delay_s = 0.0
+        self.medium.fault = "none"
 
     def settle(self) -> None:
         """Once nothing is held and the source is well, all who wait are served, in turn."""
@@ -574,6 +646,7 @@ class CacheMachine(RuleBasedStateMachine):
         waiting, self.waiting = self.waiting, []
         self.cache.admit([])
         self.let_go_of_everything()
+        assert wait_until(self.is_idle), "a load that met a fault has not ended"
         self.now += 100.0
         assert wait_until(self.serve_leases), f"{self.pending} starve"
         self.waiting = waiting
@@ -614,6 +687,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for step in self.steps:
                     step.stack.close()
                 self.cache.close()
+            self.medium.close()
             logging.getLogger("adaptercache").removeHandler(self.errors)
 
 

@@ -45,7 +45,7 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int, times: int) -> None:
         self.first, self.times, self.seen = first, times, 0
-        for name in ("pwrite", "fsync", "mkdir", "rename"):
+        for name in ("posix_fallocate", "pwrite", "fsync", "mkdir", "rename"):
             monkeypatch.setattr(os, name, self._counting(getattr(os, name)))
 
     def _counting(self, write: Callable[..., Any]) -> Callable[..., Any]:
