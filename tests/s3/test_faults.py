@@ -118,7 +118,7 @@ LASTING = [
     (Fault("error", status=400, code="ExpiredToken", times=99), S3Failure, "have expired"),
     (Fault("error", status=302, code="Found", times=99), S3Failure, "Found"),
     (Fault("error", status=301, code="PermanentRedirect", times=99), S3Failure, "its region"),
-    (Fault("flip", after=77), LoadFailed, "checksum"),
+    (Fault("flip", after=77, times=99), LoadFailed, "checksum"),
 ]
 
 
@@ -205,7 +205,7 @@ def test_every_checksum_that_a_store_keeps_is_compared(
     publish("a", WHOLE, ChecksumAlgorithm=algorithm)
     source = source()
     assert download(source, tmp_path / "out") == WHOLE
-    proxy.inject(Fault("flip", after=1_234_567))
+    proxy.inject(Fault("flip", after=1_234_567, times=99))
     with pytest.raises(LoadFailed, match="checksum"):
         download(source, tmp_path / "again")
 
@@ -240,7 +240,7 @@ def test_a_checksum_of_checksums_is_compared(
     assert kept.endswith("-2")
     source = source()
     assert download(source, tmp_path / "out") == WHOLE
-    proxy.inject(Fault("flip", after=2_000_000))
+    proxy.inject(Fault("flip", after=2_000_000, times=99))
     with pytest.raises(LoadFailed, match="checksum"):
         download(source, tmp_path / "again")
 
