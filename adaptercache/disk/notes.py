@@ -45,15 +45,20 @@ class Notes:
 
     def find(self, key: AdapterKey) -> Digest | None:
         """The content that an id stood for at this revision, if it is here."""
-        name = _name(key.adapter_id)
+        last = self.last(key.adapter_id)
+        return last[1] if last is not None and last[0] == key else None
+
+    def last(self, adapter_id: str) -> tuple[AdapterKey, Digest] | None:
+        """What an id stood for when somebody last asked its source, if that is here."""
+        name = _name(adapter_id)
         note = _read(self._folder / name)
-        if note is None or (note.get("id"), note.get("revision")) != (key.adapter_id, key.revision):
+        if note is None or note.get("id") != adapter_id:
             return None
-        digest = _digest_of(note)
-        if digest is None or not self._is_here(digest):
+        digest, revision = _digest_of(note), note.get("revision")
+        if digest is None or not isinstance(revision, str) or not self._is_here(digest):
             return None
         self._remember(digest, name)
-        return digest
+        return AdapterKey(adapter_id, revision), digest
 
     def forget(self, digest: Digest) -> None:
         """Remove the notes of content that was deleted, as far as this process knows of them."""
