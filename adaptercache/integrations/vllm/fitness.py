@@ -51,8 +51,8 @@ class Fitness:
 
     def __call__(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Raises AdapterUnsupported."""
-        peft = self._config(folder)
         self._check_rank(checkpoint)
+        peft = self._config(folder)
         for name in checkpoint.consumed:
             self._check_tensor(name, checkpoint, peft)
 

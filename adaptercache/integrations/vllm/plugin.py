@@ -19,6 +19,7 @@ from adaptercache.integrations.vllm.held_request import HeldRequest
 from adaptercache.integrations.vllm.metrics import ServingCollector
 from adaptercache.integrations.vllm.serving import Serving
 from adaptercache.integrations.vllm.settings import PREFIX, Settings
+from adaptercache.integrations.vllm.telling_apart import tell_apart
 
 __all__ = ["Endpoint", "Resolver", "install_resolver"]
 
@@ -52,6 +53,7 @@ def install_resolver() -> None:
     if NAME not in (envs.VLLM_PLUGINS or ()):
         raise RuntimeError(f"{PREFIX}SOURCE is set: set VLLM_PLUGINS={NAME}, too")
     _log_as_vllm_does()
+    tell_apart()
     if NAME not in LoRAResolverRegistry.get_supported_resolvers():
         LoRAResolverRegistry.register_resolver(NAME, _resolver)
 
@@ -115,11 +117,8 @@ def _expose(serving: Serving) -> None:
 
 
 def _log_as_vllm_does() -> None:
-    """Our lines beside vLLM's, in its format, unless somebody has set up our loggers."""
-    ours, theirs = logging.getLogger("adaptercache"), logging.getLogger("vllm")
-    if ours.level == logging.NOTSET and all(
-        isinstance(handler, logging.NullHandler) for handler in ours.handlers
-    ):
-        ours.handlers = [*theirs.handlers]
-        ours.setLevel(theirs.level or logging.INFO)
-        ours.propagate = False
+    """Our lines beside vLLM's, in its format, unless somebody has set up our loggers. vLLM sets its
+    own up later than this: so we have none of its handlers, but their logger above ours."""
+    ours = logging.getLogger("adaptercache")
+    if all(isinstance(handler, logging.NullHandler) for handler in ours.handlers):
+        ours.parent = logging.getLogger("vllm")
