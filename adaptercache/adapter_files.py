@@ -26,6 +26,7 @@ from adaptercache.errors import (
     AdapterCacheError,
     AdapterInvalid,
     AdapterUnsupported,
+    CacheClosed,
     LoadFailed,
     as_load_error,
     forget_locals,
@@ -120,7 +121,11 @@ class AdapterFiles:
         try:
             held, nbytes = tried_again(lambda: self._open(adapter_id, deadline), self._make_free)
         except BaseException as error:
-            failed = as_load_error(error, adapter_id) if isinstance(error, LOAD_ERRORS) else error
+            failed: BaseException = error
+            if self._downloads.is_closed:  # whatever it was that was no longer there
+                failed = CacheClosed(adapter_id=adapter_id)
+            elif isinstance(error, LOAD_ERRORS):
+                failed = as_load_error(error, adapter_id)
             self._counts.failed(failed)
             raise failed from failed.__cause__
         self._counts.opened(nbytes, self._clock() - started)
@@ -162,6 +167,7 @@ class AdapterFiles:
 
     def _open(self, adapter_id: str, deadline: float) -> tuple[HeldFolder, int | None]:
         """The folder, and how many bytes were brought for it; None: it was here."""
+        self._downloads.look()
         key = self._key(adapter_id)
         with self._lock:
             refused = self._refused.get(key)

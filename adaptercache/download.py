@@ -79,6 +79,15 @@ class Downloads:
         if self._closing.wait(FLIGHT_PAUSE_S):
             raise CacheClosed()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closing.is_set()
+
+    def look(self) -> None:
+        """Go on, or raise CacheClosed: `close` was called."""
+        if self.is_closed:
+            raise CacheClosed()
+
     def bring(
         self, source: Source, key: AdapterKey, files: Mapping[str, int], folder: Path
     ) -> None:
@@ -99,7 +108,7 @@ class Downloads:
 
     def _copy(self, source: Source, key: AdapterKey, name: str, size: int, to: Path) -> int:
         """Bring one file here. Returns its CRC-32."""
-        self._disk.fill(to, size, _stream_of(source, key, name), self._look)
+        self._disk.fill(to, size, _stream_of(source, key, name), self.look)
         with mapped(to) as data:
             check = getattr(source, "check", None)
             if check is not None:
@@ -107,10 +116,6 @@ class Downloads:
             crc = zlib.crc32(data)
         flush_file(to)
         return crc
-
-    def _look(self) -> None:
-        if self._closing.is_set():
-            raise CacheClosed()
 
 
 def tried_again(act: Callable[[], T], make_free: Callable[[], bool]) -> T:

@@ -80,7 +80,7 @@ class Trainer:
 
         self._base = base
         self._model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-        self._peft: Any = None
+        self._tuned: dict[Path, Any] = {}
         self._truths: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
 
     def make(
@@ -114,26 +114,22 @@ class Trainer:
         return self._truths[key]
 
     def _generate(self, folder: Path | None, prompt: Sequence[int], length: int) -> list[int]:
-        from peft import PeftModel
-
-        model = self._model
-        if folder is not None:
-            from transformers import AutoModelForCausalLM
-
-            name = folder.name
-            if self._peft is None:
-                fresh = AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32)
-                self._peft = PeftModel.from_pretrained(fresh, folder, adapter_name=name).eval()
-            elif name not in self._peft.peft_config:
-                self._peft.load_adapter(folder, adapter_name=name)
-            self._peft.set_adapter(name)
-            model = self._peft
+        model = self._model if folder is None else self._with(folder)
         tokens = torch.tensor([list(prompt)])
         with torch.no_grad():
             for _ in range(length):
                 following = model(input_ids=tokens).logits[0, -1].argmax()
                 tokens = torch.cat([tokens, following.reshape(1, 1)], 1)
         return tokens[0, len(prompt) :].tolist()
+
+    def _with(self, folder: Path) -> Any:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        if folder not in self._tuned:
+            base = AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32)
+            self._tuned[folder] = PeftModel.from_pretrained(base, folder).eval()
+        return self._tuned[folder]
 
 
 def make_kind(trainer: Trainer, folder: Path, name: str, seed: int) -> Path:

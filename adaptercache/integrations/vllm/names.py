@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from vllm.lora.request import LoRARequest
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 __all__ = ["Names"]
 
 
-class Names(dict[str, LoRARequest]):
+class Names(dict[str, "LoRARequest"]):
     """Takes the place of vLLM's own ``lora_requests``; on the event loop's thread only.
 
     vLLM looks a name up twice in a request: to see whether it is there, and, some steps of the loop

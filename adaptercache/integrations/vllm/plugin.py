@@ -19,7 +19,7 @@ from adaptercache.integrations.vllm.held_request import HeldRequest
 from adaptercache.integrations.vllm.metrics import ServingCollector
 from adaptercache.integrations.vllm.serving import Serving
 from adaptercache.integrations.vllm.settings import PREFIX, Settings
-from adaptercache.integrations.vllm.telling_apart import tell_apart
+from adaptercache.integrations.vllm.telling_apart import kv_tells_apart, tell_apart
 
 __all__ = ["Endpoint", "Resolver", "install_resolver"]
 
@@ -85,6 +85,8 @@ class Endpoint:
             raise RuntimeError(
                 f"{PREFIX}SOURCE is set: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, too"
             )
+        if engine_client.vllm_config.cache_config.enable_prefix_caching and not kv_tells_apart():
+            raise RuntimeError("a republished adapter would meet KV of the old one in this vLLM")
         model = engine_client.vllm_config.model_config
         base = await asyncio.to_thread(BaseModel.from_config, model.hf_config.to_dict())
 

@@ -1,16 +1,18 @@
-"""Two adapters of one name in one batch: the one from before, which still runs, and the new one.
+"""Two adapters of one name: the one from before, which still runs or has left KV, and the new one.
 
-vLLM compares `LoRARequest`s by their names alone, and a worker collects those of a batch in a set: of
-two with one name it loads one, looks for the other's number and dies, and the engine with it. That
-happens whenever a name is unloaded and loaded again while a request of it runs. So in each of vLLM's
-processes, the number counts, too.
+vLLM compares `LoRARequest`s by their names alone, and a worker collects those of a batch in a set.
+Of two with one name it loads one, looks for the other's number and dies, and the engine with it:
+whenever a name is unloaded and loaded again while a request of it runs. So in each of vLLM's
+processes the number counts, too.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from vllm.lora.request import LoRARequest
 
-__all__ = ["tell_apart"]
+__all__ = ["kv_tells_apart", "tell_apart"]
 
 
 def tell_apart() -> None:
@@ -33,3 +35,17 @@ def _hash(one: LoRARequest) -> int:
 
 def _facts(one: LoRARequest) -> tuple[str, int]:
     return one.lora_name, one.lora_int_id
+
+
+def kv_tells_apart() -> bool:
+    """Whether KV of one name and two paths is two in vLLM's prefix cache, as it is in 0.32; where
+    that can't be found out, no."""
+    try:
+        from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys as keys
+
+        requests = [
+            SimpleNamespace(lora_request=LoRARequest("a", 1, path)) for path in ("/a", "/b")
+        ]
+        return bool(keys(requests[0]) != keys(requests[1]))
+    except (ImportError, AttributeError, TypeError):
+        return False
