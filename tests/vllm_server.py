@@ -21,6 +21,11 @@ from typing import Any, NamedTuple
 
 NO_VLLM = "needs vLLM: make test-vllm"
 PROGRAM = "vllm.entrypoints.openai.api_server"
+OURS = {
+    "VLLM_PLUGINS": "adaptercache",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 UP_S = 240
 LOGS = Path(__file__).parent.parent / "build" / "test-vllm"
 
@@ -120,21 +125,21 @@ def running_vllm(
     """A server of the model in ``base``, ready. Its log stays in build/test-vllm."""
     LOGS.mkdir(parents=True, exist_ok=True)
     path = LOGS / f"{log_name}.log"
-    port = _free_port()
+    port = free_port()
     with open(path, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM, *_options(base, port), *options],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment(environment),
+            env=clean_environment(OURS | dict(environment)),
             cwd=path.parent,
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
     server = Vllm(port, process, path)
     try:
-        _wait_until_up(server)
+        wait_until_up(server)
         yield server
     finally:
         if process.poll() is None:
@@ -152,25 +157,20 @@ def _options(base: Path, port: int) -> list[str]:
     ]
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
+def clean_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process' own without what would change the server, and ``more``."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("AWS_", "ADAPTERCACHE_", "PYTEST", "VLLM_", "TRITON_"))
     }
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    ours = {
-        "VLLM_PLUGINS": "adaptercache",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "2",
-    }
-    return kept | offline | ours | dict(more)
+    quiet = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "2"}
+    return kept | offline | quiet | dict(more)
 
 
-def _wait_until_up(server: Vllm) -> None:
+def wait_until_up(server: Vllm) -> None:
+    """Raises RuntimeError with the end of the log."""
     deadline = time.monotonic() + UP_S
     while time.monotonic() < deadline and server.process.poll() is None:
         try:
@@ -185,7 +185,8 @@ def tail(log: Path, lines: int = 60) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
