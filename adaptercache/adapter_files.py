@@ -232,7 +232,7 @@ class AdapterFiles:
             nbytes = sum(files.values())
             size = nbytes + sums_size(files)
             # Claimed as a whole: two downloads that each hold a part would wait for ever.
-            with claimed(self._disk, size, self._set_aside, deadline, self._make_room) as claim:
+            with claimed(self._disk, size, self._set_aside, deadline, self._ask_for_room) as claim:
                 self._downloads.bring(self._source, key, files, folder)
                 checkpoint = self._read(folder)
                 self._check(checkpoint, folder)
@@ -263,6 +263,10 @@ class AdapterFiles:
 
     def _set_aside(self, nbytes: int) -> bool:
         return self._evicting(lambda may_go: self._disk.set_aside(nbytes, may_go).granted)
+
+    def _ask_for_room(self) -> None:
+        self._downloads.look()
+        self._make_room()
 
     def _make_free(self) -> bool:
         self._disk.say_once(f"{self._disk.root}: the device is full before disk_bytes are used")

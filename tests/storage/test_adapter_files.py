@@ -393,3 +393,15 @@ def test_close_ends_a_download_and_who_waits_for_it(opens: Opens, source: FakeSo
     assert [type(error) for error in raised] == [CacheClosed] * 2
     with pytest.raises(CacheClosed):
         files.open(IDS[0])
+
+
+def test_close_ends_the_wait_for_room(opens: Opens, size: int) -> None:
+    files = opens(disk_bytes=size, wait_s=60)
+    held = files.open(IDS[0])
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(files.open, IDS[1])
+        assert Tiny.wait_until(lambda: files.stats().in_flight_loads == 1)
+        files.close()
+        with pytest.raises(CacheClosed):
+            waiting.result(10)
+    held.release()

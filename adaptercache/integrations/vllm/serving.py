@@ -9,6 +9,7 @@ dealt with then.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import time
 from collections.abc import Callable
@@ -82,11 +83,21 @@ class Serving:
         self.unloaded = {"room": 0, "republished": 0}
         self.files = open_files(self.make_room)
         self._names = models.lora_requests = Names(models.lora_requests, self._used)
+        self._start(self._close_at_the_end())
 
     @property
     def num_loaded(self) -> int:
         """Adapters of ours that vLLM knows by name."""
         return sum(isinstance(request, HeldRequest) for request in self._names.values())
+
+    async def _close_at_the_end(self) -> None:
+        """Loops cancel their tasks when they end. The process then waits for threads of ours, which
+        may be waiting for a store that hangs."""
+        try:
+            await self._loop.create_future()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self.files.close()
 
     # -- a name that vLLM doesn't know
 
@@ -110,7 +121,7 @@ class Serving:
             raise GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY) from error
         except AdapterCacheError as error:
             log.warning("not loaded: %s", error)
-            text = f"adapter {name!r} can't be loaded now: {error.what}"
+            text = f"adapter {name!r} can't be loaded now; try again"  # the cause is ours alone
             raise GracefulHTTPError(text, HTTPStatus.SERVICE_UNAVAILABLE) from error
         log.info("adapter %r is %s at revision %s", name, folder.path, folder.revision)
         return self._held(name, folder)
@@ -142,7 +153,10 @@ class Serving:
         """Unload the adapter that was not used for longest, of those that nobody uses. Returns
         whether one was. For any thread but the loop's."""
         waiting = asyncio.run_coroutine_threadsafe(self._unload_coldest(), self._loop)
-        return waiting.result()
+        try:
+            return waiting.result(2 * GIVE_UP_S)
+        except concurrent.futures.TimeoutError:  # others unload, or the loop has ended
+            return False
 
     async def _unload_coldest(self) -> bool:
         async with self._unloading:
