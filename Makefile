@@ -30,7 +30,7 @@ serve: .venv/serve  ## the example engine over HTTP, with a tiny model (ARGS="--
 test: check  ## the checks, then every test but the slow ones (ARGS="-k pages" for some)
 	@$(VENV) -m pytest $(ARGS)
 
-test-vllm: .venv-vllm/test  ## the plugin in a real vLLM on CPUs, in an environment of its own (3.5 GB)
+test-vllm: .venv-vllm/test  ## the plugin in a real vLLM on CPUs, in an environment of its own (3.7 GB)
 	@ADAPTERCACHE_TEST_VLLM=required .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 check: .venv/test  ## lint, format, types, architecture
