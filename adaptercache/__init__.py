@@ -2,6 +2,7 @@
 
 import logging
 
+from adaptercache.adapter_files import AdapterFiles
 from adaptercache.advice import Advice
 from adaptercache.base_model import BaseModel
 from adaptercache.batch import Request
@@ -17,6 +18,7 @@ from adaptercache.errors import (
     CapacityError,
     LoadFailed,
 )
+from adaptercache.held_folder import HeldFolder
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.layout import KVLayout, LoraLayout
 from adaptercache.lease import Admission, Lease
@@ -29,6 +31,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # what to print i
 __all__ = [
     "AdapterCache",
     "AdapterCacheError",
+    "AdapterFiles",
     "AdapterInvalid",
     "AdapterKey",
     "AdapterNotFound",
@@ -41,6 +44,7 @@ __all__ = [
     "Caps",
     "Digest",
     "DirectorySource",
+    "HeldFolder",
     "KVLayout",
     "Lease",
     "LoadFailed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from adaptercache.errors import LoadFailed
@@ -14,7 +14,7 @@ from adaptercache.ledger import Ledger
 from adaptercache.stats import Tier
 from adaptercache.tiers.disk import DiskTier
 
-__all__ = ["DiskRoom"]
+__all__ = ["ROOM_WAIT_S", "Claim", "DiskRoom", "claimed"]
 
 ROOM_WAIT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
@@ -25,6 +25,41 @@ class Claim:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+
+
+@contextmanager
+def claimed(
+    disk: DiskTier,
+    nbytes: int,
+    set_aside: Callable[[int], bool],
+    deadline: float,
+    make_room: Callable[[], object] = lambda: None,
+) -> Iterator[Claim]:
+    """Bytes of the disk's budget, set aside until they have become content.
+
+    Args:
+        set_aside: sets them aside, or says that all the rest is held.
+        deadline: of the wait for somebody to let go of something, by `time.monotonic`.
+        make_room: called before each wait; makes somebody let go, if it can.
+
+    Raises:
+        CapacityError: they can never fit.
+        LoadFailed: everything on the disk is held, and goes on being.
+        OSError: the disk can't be written.
+    """
+    pause_s = FIRST_PAUSE_S
+    while not set_aside(nbytes):
+        if time.monotonic() > deadline:
+            raise LoadFailed("the disk tier is full of adapters that are being read")
+        make_room()
+        time.sleep(random.uniform(0, pause_s))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    claim = Claim(nbytes)
+    try:
+        yield claim
+    finally:
+        if claim.nbytes:
+            disk.give_back(claim.nbytes)
 
 
 class DiskRoom:
@@ -70,18 +105,8 @@ class DiskRoom:
             OSError: the disk can't be written.
         """
         deadline = time.monotonic() + ROOM_WAIT_S
-        pause_s = FIRST_PAUSE_S
-        while not self._set_aside(nbytes):
-            if time.monotonic() > deadline:
-                raise LoadFailed("the disk tier is full of adapters that are being read")
-            time.sleep(random.uniform(0, pause_s))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        claim = Claim(nbytes)
-        try:
+        with claimed(self._disk, nbytes, self._set_aside, deadline) as claim:
             yield claim
-        finally:
-            if claim.nbytes:
-                self._disk.give_back(claim.nbytes)
 
     def trim(self) -> None:
         """Evict what the budget doesn't hold, as far as nobody reads it."""

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cachetools import TTLCache
-
 from adaptercache.catalog import Known
 from adaptercache.checkpoint import Checkpoint, ReadOptions, read_checkpoint
-from adaptercache.disk.contents import sums_size, write_sums
-from adaptercache.disk.transfer import flush_file, mapped
+from adaptercache.disk.contents import sums_size
 from adaptercache.disk_room import DiskRoom
+from adaptercache.download import Downloads, files_of, tried_again
 from adaptercache.errors import (
     AdapterCacheError,
     AdapterInvalid,
     AdapterNotFound,
     AdapterUnsupported,
-    CacheClosed,
     LoadFailed,
 )
 from adaptercache.identity import AdapterKey, Digest
@@ -34,15 +30,11 @@ from adaptercache.packing import (
     spec_of,
     write_packed,
 )
-from adaptercache.source_files import check_names, name_of, stream_of
-from adaptercache.tiers.disk import FULL, DiskTier
+from adaptercache.source_files import name_of
+from adaptercache.tiers.disk import DiskTier
 from adaptercache.tiers.remote import Source, TensorSource
 
 __all__ = ["Fetched", "Fetcher"]
-
-MISSING_TTL_S, MOST_MISSING = 10.0, 1024
-FLIGHT_PAUSE_S = 0.01
-TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +72,17 @@ class Fetcher:
         self._disk, self._room = disk, room
         self._layout = layout
         self._options = options
-        self._missing: TTLCache[str, str] = TTLCache(MOST_MISSING, MISSING_TTL_S, clock)
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._downloads = Downloads(disk, clock)
         # Downloads wait for the network, many side by side; this takes cores and memory.
         self._packing = threading.BoundedSemaphore(min(4, os.cpu_count() or 1))
 
     def look_again(self, adapter_id: str) -> None:
         """Whether it was missing a short while ago doesn't matter now."""
-        with self._lock:
-            self._missing.pop(adapter_id, None)
+        self._downloads.look_again(adapter_id)
 
     def close(self) -> None:
         """Give up what is being downloaded, and waiting for others who do."""
-        self._closing.set()
+        self._downloads.close()
 
     def fetch(self, adapter_id: str, known: Known | None = None) -> Fetched:
         """The adapter as its source has it now, packed and on disk.
@@ -104,17 +93,7 @@ class Fetcher:
         Raises:
             AdapterCacheError, OSError: as the source's methods, `read_checkpoint` and `pack` do.
         """
-        for attempt in range(TRIES):
-            try:
-                return self._fetch(adapter_id, known)
-            except LoadFailed:  # rewritten while we read it: the next revision may hold still
-                if attempt == TRIES - 1:
-                    raise
-            except OSError as error:
-                # The device is full before the budget is: somebody else writes there, too.
-                if error.errno not in FULL or attempt == TRIES - 1 or not self._make_free():
-                    raise
-        raise AssertionError("unreachable")
+        return tried_again(lambda: self._fetch(adapter_id, known), self._make_free)
 
     def _fetch(self, adapter_id: str, known: Known | None) -> Fetched:
         source = self._puts if adapter_id in self._puts else self._source
@@ -133,7 +112,7 @@ class Fetcher:
         found = self._find(key)
         if found is not None:
             return found
-        with self._disk.flight(adapter_id, self._wait_for_others):
+        with self._disk.flight(adapter_id, self._downloads.wait):
             # Another process may have brought it here meanwhile.
             return self._find(key) or self._rebuild(source, key) or self._download(source, key)
 
@@ -143,30 +122,14 @@ class Fetcher:
         key = self._disk.last(adapter_id, name) if name is not None else None
         if key is None or (found := self._find(key)) is not None:
             return found if key is not None else None
-        with self._disk.flight(adapter_id, self._wait_for_others):
+        with self._disk.flight(adapter_id, self._downloads.wait):
             return self._find(key) or self._rebuild(source, key)
 
     def _revision(self, source: Source | None, adapter_id: str) -> str:
         if source is None:
             raise AdapterNotFound("there is no source", adapter_id=adapter_id)
-        with self._lock:
-            missing = self._missing.get(adapter_id)
-        if missing is not None and source is not self._puts:
-            raise AdapterNotFound(missing, adapter_id=adapter_id)
-        try:
-            return source.revision(adapter_id)
-        except AdapterNotFound as error:
-            with self._lock:
-                self._missing[adapter_id] = error.what
-            raise
-
-    def _wait_for_others(self) -> None:
-        if self._closing.wait(FLIGHT_PAUSE_S):
-            raise CacheClosed()
-
-    def _look(self) -> None:
-        if self._closing.is_set():
-            raise CacheClosed()
+        is_put = source is self._puts
+        return self._downloads.revision(source, adapter_id, may_remember=not is_put)
 
     # -- what is on the disk already
 
@@ -219,15 +182,10 @@ class Fetcher:
     def _download(self, source: Source, key: AdapterKey) -> Fetched:
         folder = self._disk.new_folder()
         try:
-            files = source.files(key.adapter_id, key.revision)
-            check_names(files)
+            files = files_of(source, key)
             nbytes = sum(files.values())
             with self._room.claimed(nbytes):
-                sums = {
-                    name: self._copy(source, key, name, size, folder / name)
-                    for name, size in files.items()
-                }
-            write_sums(folder, sums)
+                self._downloads.bring(source, key, files, folder)
             with self._packing:
                 checkpoint = self._read(folder)
                 spec = spec_of(checkpoint, self._layout)
@@ -240,17 +198,6 @@ class Fetcher:
             raise
         finally:
             self._disk.discard(folder)
-
-    def _copy(self, source: Source, key: AdapterKey, name: str, size: int, to: Path) -> int:
-        """Bring one file here, whole and flushed. Returns its CRC-32."""
-        self._disk.fill(to, size, stream_of(source, key, name), self._look)
-        with mapped(to) as data:
-            check = getattr(source, "check", None)
-            if check is not None:
-                check(key.adapter_id, key.revision, name, data)
-            crc = zlib.crc32(data)
-        flush_file(to)
-        return crc
 
     def _read(self, folder: Path) -> Checkpoint:
         return read_checkpoint(folder, self._layout.base, options=self._options)

@@ -48,7 +48,11 @@ LAYERS = (
     DECIDE,
     ("checkpoint", "packing", "convert", "merge", "kernels", "disk", "s3"),
     TIERS,
-    ("movers", "journal", "disk_room", "source_files", "fetch", "hops", "prefetch", "snapshot"),
+    (
+        *("movers", "journal", "disk_room", "source_files", "download", "fetch"),
+        *("held_folder", "open_counts", "adapter_files", "hops"),
+        *("prefetch", "snapshot"),
+    ),
     ("deciding", "lease", "given", "leasing", "kv", "assembly", "sleep", "steps"),
     ("cache", "ranks"),
     ("gateways", "metrics", "testing", "cli", "integrations"),

@@ -69,6 +69,13 @@ class Contents:
             self._latest = max(self._latest, found[-1].used_at if found else 0)
         return found
 
+    def count(self) -> int:
+        """How many contents are here."""
+        try:
+            return len(os.listdir(self._root))
+        except FileNotFoundError:
+            return 0
+
     def size(self, digest: Digest) -> int:
         """Bytes of the files of one content."""
         return _size(self.folder(digest))

@@ -50,6 +50,10 @@ class Shelf:
             self._budget.claim(-claimed)
             self._holds.take(digest)
 
+    def used(self) -> int:
+        used = self._budget.used() if self._num_bytes is not None else None
+        return sum(entry.size for entry in self._contents.scan()) if used is None else used
+
     def set_aside(self, nbytes: int, may_evict: Callable[[Digest], bool]) -> Room:
         self._place.open()
         limit = self._num_bytes

@@ -84,6 +84,15 @@ class DiskTier:
         """All content that is here, with its bytes, the least recently used first."""
         return [(entry.digest, entry.size) for entry in self._contents.scan()]
 
+    def count(self) -> int:
+        """How many contents are here."""
+        return self._contents.count()
+
+    def used(self) -> int:
+        """Bytes of all content, and what downloads have set aside: by the count that all processes
+        keep where there is a budget, which is never below the truth."""
+        return self._shelf.used()
+
     def tidy(self, present: Collection[Digest]) -> None:
         """Remove the notes of what isn't here; for the start, with what `scan` has found."""
         if self._place.is_open:

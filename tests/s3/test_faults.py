@@ -17,8 +17,7 @@ from s3_proxy import Fault, Proxy
 from s3_server import BUCKET
 
 from adaptercache import LoadFailed
-from adaptercache.disk.transfer import Transfer
-from adaptercache.fetch import flush_file
+from adaptercache.disk.transfer import Transfer, flush_file
 from adaptercache.s3.failures import S3Failure
 from adaptercache.tiers.remote import WEIGHTS
 

@@ -1,0 +1,80 @@
+"""What the plugin is told by environment variables: they reach every process that vLLM starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adaptercache.cli.sizes import parse_size
+
+__all__ = ["PREFIX", "Settings"]
+
+PREFIX = "ADAPTERCACHE_"
+_OF_TESTS = f"{PREFIX}TEST"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`ADAPTERCACHE_<NAME>` by its name in small letters; docs/vllm.md has the table."""
+
+    source: str
+    disk_dir: str
+    disk_bytes: int
+    revision_ttl_s: float = 60.0
+    wait_s: float = 30.0
+    threads: int = 16
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Settings | None:
+        """The settings; None where no source is named: then vLLM runs without us.
+
+        Raises:
+            ValueError: a variable is missing, unknown or makes no sense; it says which.
+        """
+        given = {
+            name.removeprefix(PREFIX).lower(): value.strip()
+            for name, value in environment.items()
+            if name.startswith(PREFIX) and not name.startswith(_OF_TESTS)
+        }
+        if not given.get("source"):
+            return None
+        for name in given:
+            if name not in _READ:
+                known = ", ".join(PREFIX + known.upper() for known in _READ)
+                raise ValueError(f"{PREFIX}{name.upper()} is none of {known}")
+        for name in ("disk_dir", "disk_bytes"):
+            if not given.get(name):
+                raise ValueError(f"{PREFIX}SOURCE needs {PREFIX}{name.upper()} beside it")
+        values: dict[str, Any] = {name: _value(name, text) for name, text in given.items()}
+        return cls(**values)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < 1e9:
+        raise ValueError(f"{text!r} is no number of seconds")
+    return seconds
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1024:
+        raise ValueError(f"{text!r} is no number from 1 to 1024")
+    return int(text)
+
+
+_READ: dict[str, Callable[[str], object]] = {
+    "source": str,
+    "disk_dir": str,
+    "disk_bytes": parse_size,
+    "revision_ttl_s": _seconds,
+    "wait_s": _seconds,
+    "threads": _count,
+}
+
+
+def _value(name: str, text: str) -> object:
+    try:
+        return _READ[name](text)
+    except ValueError as error:
+        raise ValueError(f"{PREFIX}{name.upper()}: {error}") from error

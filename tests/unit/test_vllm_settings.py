@@ -1,0 +1,132 @@
+"""The environment variables of the vLLM plugin, and its table of names. Needs no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptercache.integrations.vllm.names import Names
+from adaptercache.integrations.vllm.settings import PREFIX, Settings
+
+LEAST = {
+    "ADAPTERCACHE_SOURCE": "s3://bucket/prefix",
+    "ADAPTERCACHE_DISK_DIR": "/var/cache/lora",
+    "ADAPTERCACHE_DISK_BYTES": "2GiB",
+}
+PAGE = Path(__file__).parent.parent.parent / "docs/vllm.md"
+
+
+def test_the_least_and_the_most() -> None:
+    found = Settings.from_environment(LEAST | {"HOME": "/root", "ADAPTERCACHE_TEST_S3": "required"})
+    assert found == Settings("s3://bucket/prefix", "/var/cache/lora", 2 << 30)
+    more = {"REVISION_TTL_S": "0", "WAIT_S": "1.5", "THREADS": "3"}
+    found = Settings.from_environment(LEAST | {PREFIX + name: more[name] for name in more})
+    assert found == Settings("s3://bucket/prefix", "/var/cache/lora", 2 << 30, 0.0, 1.5, 3)
+
+
+@pytest.mark.parametrize("environment", [{}, {"ADAPTERCACHE_SOURCE": " "}])
+def test_without_a_source_there_is_nothing_to_do(environment: dict[str, str]) -> None:
+    assert Settings.from_environment(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DISK_DIR", ""),
+        ("DISK_BYTES", ""),
+        ("DISK_BYTES", "lots"),
+        ("REVISION_TTL_S", "-1"),
+        ("REVISION_TTL_S", "nan"),
+        ("WAIT_S", "soon"),
+        ("THREADS", "0"),
+        ("THREADS", "1.5"),
+        ("DISKBYTES", "1"),
+    ],
+)
+def test_what_makes_no_sense_is_named(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=PREFIX + name):
+        Settings.from_environment(LEAST | {PREFIX + name: value})
+
+
+def test_the_page_has_every_variable_with_its_default() -> None:
+    told = dict(re.findall(rf"^\| `{PREFIX}(\w+)` \| (.*?) \|", PAGE.read_text(), re.MULTILINE))
+    fields = {field.name.upper(): field.default for field in dataclasses.fields(Settings)}
+    assert told.keys() == fields.keys()
+    for name, default in fields.items():
+        if default is not dataclasses.MISSING:
+            assert float(told[name]) == default
+
+
+class Request:
+    """Stands for vLLM's: what a name stands for is of no concern to `Names`."""
+
+
+def test_a_task_that_has_seen_a_name_keeps_it_until_it_ends() -> None:
+    async def run() -> None:
+        used: list[str] = []
+        names: Any = Names({}, used.append)
+        names["a"], names["b"] = Request(), Request()
+        seen, leave = asyncio.Event(), asyncio.Event()
+        kept = names.peek("a")
+
+        async def request() -> Any:
+            assert "a" in names
+            seen.set()
+            await leave.wait()
+            assert "a" in names
+            return names["a"]
+
+        async def another() -> bool:
+            return "a" in names or names.get("a") is not None
+
+        async def unload() -> None:
+            del names["a"]
+
+        running = asyncio.create_task(request())
+        await seen.wait()
+        await asyncio.create_task(unload())
+        assert not await asyncio.create_task(another())
+        assert names.in_use() >= {id(kept)}
+        assert names.coldest() == ["b"]
+        leave.set()
+        assert await running is kept
+        assert "a" in used
+
+    asyncio.run(run())
+
+
+def test_what_ended_tasks_have_seen_is_let_go_of() -> None:
+    async def run() -> None:
+        names: Any = Names({})
+        request = Request()
+
+        async def look() -> None:
+            names["a"] = request
+            assert names["a"] is request
+            del names["a"]
+            assert "a" in names
+
+        await asyncio.create_task(look())
+        await asyncio.sleep(0)  # the step of the loop that woke us has held the task
+        gc.collect()
+        assert id(request) not in names.in_use()
+        assert "a" not in names
+        with pytest.raises(KeyError):
+            names["a"]
+
+    asyncio.run(run())
+
+
+def test_the_coldest_is_the_one_that_was_not_asked_for() -> None:
+    names: Any = Names({"old": Request()})
+    names["a"] = Request()
+    names["b"] = Request()
+    assert "a" in names
+    assert names.peek("b") is not None
+    assert names.coldest() == ["old", "b", "a"]
