@@ -141,6 +141,7 @@ def batch(cache: AdapterCache) -> dict[str, float]:
 
 
 def main() -> int:
+    record.options(__doc__).parse_args()
     torch.set_num_threads(1)
     cases: dict[str, dict[str, object]] = {}
     missed = 0

@@ -31,6 +31,7 @@ def pairs_per_second(seed: int) -> float:
 
 
 def main() -> None:
+    record.options(__doc__).parse_args()
     rates = [pairs_per_second(seed) for seed in range(7)]
     figures = {
         "pairs_per_second": round(statistics.median(rates)),

@@ -25,6 +25,7 @@ def megabytes_per_second(token_ids: Sequence[int], block_size: int) -> float:
 
 
 def main() -> None:
+    record.options(__doc__).parse_args()
     rng = random.Random(0)
     ids = [rng.randrange(128_000) for _ in range(TOKENS)]
     inputs = {"list": ids, "uint32": array("I", ids), "int64": array("q", ids)}

@@ -25,12 +25,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+if find_spec("ray") is None:
+    raise SystemExit("bench_ray needs Ray Serve: make bench-ray, or the extra `ray`")
 
 import ray
 import torch
@@ -287,7 +290,9 @@ def missed(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    quick = "--quick" in sys.argv[1:]
+    parser = record.options(__doc__)
+    parser.add_argument("--quick", action="store_true", help="2 replicas; nothing is written")
+    quick = parser.parse_args().quick
     cases: dict[str, dict[str, object]] = {}
 
     def tell(case: str, row: Mapping[str, object]) -> None:

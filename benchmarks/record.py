@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -41,6 +42,13 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark with this docstring, so that ``--help`` tells what it is and runs nothing."""
+    return argparse.ArgumentParser(
+        description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def write(bench: str, cases: Mapping[str, Mapping[str, object]], *, on_gpu: bool = False) -> Path:

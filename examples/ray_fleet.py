@@ -25,10 +25,13 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+if find_spec("ray") is None:
+    raise SystemExit("ray_fleet needs Ray Serve: make fleet, or the extra `ray`")
 
 import ray
 import torch

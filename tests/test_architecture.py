@@ -317,3 +317,19 @@ def test_the_rule_lets_the_rest_pass(rule: Rule) -> None:
         cli="print('hello')",
     )
     assert list(rule(modules)) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for folder in ("benchmarks", "examples")
+        for path in sorted((PACKAGE.parent / folder).glob("*.py"))
+    ],
+    ids=lambda path: path.name,
+)
+def test_a_command_answers_help(path: Path) -> None:
+    """And doesn't take the word for its work, and write figures."""
+    text = path.read_text()
+    if "__main__" in text:
+        assert "parse_args(" in text or "churn_options" in text
