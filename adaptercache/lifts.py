@@ -190,8 +190,9 @@ class Lifts:
     def absent(self) -> list[tuple[str, bool]]:
         """The ids that somebody waits for and no local tier has; for each, whether it is only
         hinted at."""
-        ledger = self._ledger
-        line = dict.fromkeys((key for key, _ in ledger.waiting.hints(ledger.clock())), True)
+        ledger, now = self._ledger, self._ledger.clock()
+        hinted = (key for key, _ in ledger.waiting.hints(now))
+        line = {key: True for key in hinted if ledger.waiting.may_fetch(key, now)}
         line |= dict.fromkeys(ledger.waiting.order(), False)
         return [(adapter_id, hint) for adapter_id, hint in line.items() if ledger.lacks(adapter_id)]
 

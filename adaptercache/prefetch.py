@@ -81,6 +81,8 @@ class Lifter:
         for adapter_id, hint in self._lifts.absent():
             if self._movers.queued(Hop.FETCH) >= MAX_FETCHES:
                 break
+            if hint:
+                self._ledger.waiting.note_fetch(adapter_id, self._ledger.clock())
             self._fetch(adapter_id, demand=not hint)
         for copy in self._lifts.take_host_loads():
             self.hops.read(copy)

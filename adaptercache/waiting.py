@@ -47,6 +47,15 @@ class Grant:
     seq: int = -1  # its place in the order of arrival, while it waits
 
 
+@dataclass(slots=True)
+class _Hint:
+    """Where an adapter will be wanted, when that lapses, and from when on it may be fetched."""
+
+    to: Tier
+    until: float
+    fetch_from: float = 0.0
+
+
 class WaitingList:
     """Pending leases and the requests of the last `admit`, merged in order of arrival."""
 
@@ -56,7 +65,7 @@ class WaitingList:
         self._by_id: dict[str, dict[int, Grant]] = {}
         self._wanted: dict[str, int] = {}  # of requests: its place in the order of arrival
         self._first_seen: dict[str, tuple[float, str]] = {}  # by request id
-        self._hints: dict[str, tuple[Tier, float]] = {}
+        self._hints: dict[str, _Hint] = {}
         self.failed: dict[str, AdapterCacheError] = {}
         """Loads for waiting requests that failed since the last decision: its next one tells them,
         however late it comes."""
@@ -188,8 +197,10 @@ class WaitingList:
         """Somebody will want it soon. Lapses, unless it is said again."""
         if len(self._hints) >= MAX_HINTS:
             self.hints(now)  # drops those that have lapsed
-        if adapter_id in self._hints or len(self._hints) < MAX_HINTS:
-            self._hints[adapter_id] = (to, now + HINT_LASTS_S)
+        if (said := self._hints.get(adapter_id)) is not None:
+            said.to, said.until = to, now + HINT_LASTS_S
+        elif len(self._hints) < MAX_HINTS:
+            self._hints[adapter_id] = _Hint(to, now + HINT_LASTS_S)
 
     def forget_hint(self, adapter_id: str) -> None:
         """What was hinted at has come, or has failed."""
@@ -198,9 +209,20 @@ class WaitingList:
 
     def hints(self, now: float) -> list[tuple[str, Tier]]:
         """The first hints that have not lapsed, the oldest first."""
-        for adapter_id in [key for key, (_, until) in self._hints.items() if until <= now]:
+        for adapter_id in [key for key, hint in self._hints.items() if hint.until <= now]:
             del self._hints[adapter_id]
-        return [(adapter_id, to) for adapter_id, (to, _) in islice(self._hints.items(), LOOK_AHEAD)]
+        return [(key, hint.to) for key, hint in islice(self._hints.items(), LOOK_AHEAD)]
+
+    def may_fetch(self, adapter_id: str, now: float) -> bool:
+        """Whether it may be fetched for a hint's sake: not again so soon. Where the disk can't hold
+        all that is hinted at, each would go as the next comes, and be fetched again."""
+        hint = self._hints.get(adapter_id)
+        return hint is not None and now >= hint.fetch_from
+
+    def note_fetch(self, adapter_id: str, now: float) -> None:
+        """It is being fetched for a hint's sake."""
+        if (hint := self._hints.get(adapter_id)) is not None:
+            hint.fetch_from = now + HINT_LASTS_S
 
     def order(self, waiting: Sequence[str] | None = None) -> list[str]:
         """The first distinct adapter ids that somebody waits for, in order of arrival.
