@@ -185,9 +185,9 @@ def test_that_another_source_misses_an_id_says_nothing_of_this_one(
     tiny: Any, store: Store, tmp_path: Path
 ) -> None:
     ran_before(tiny, store, tmp_path)
-    with tiny.cache(Store("another"), disk_dir=tmp_path) as cache:
-        with pytest.raises(AdapterNotFound):
-            cache.acquire("a").result(10)
+    another = Store("another")
+    with tiny.cache(another, disk_dir=tmp_path) as cache, pytest.raises(AdapterNotFound):
+        cache.acquire("a").result(10)
     store.is_down = True
     with tiny.cache(store, disk_dir=tmp_path) as cache:
         assert serves(cache, tiny, 0)
