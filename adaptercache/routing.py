@@ -262,5 +262,5 @@ class AffinityRouter:
 
 def _hash(name: str) -> int:
     """64 bits, the same in every process and on every machine."""
-    data = name.encode("utf-8", "surrogatepass")  # JSON's "\\ud800" is a name, too
+    data = name.encode("utf-8", "surrogatepass")  # a lone surrogate is a name, too
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
