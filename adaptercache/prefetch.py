@@ -84,6 +84,15 @@ class Lifter:
             self._fetch(adapter_id, demand=not hint)
         for copy in self._lifts.take_host_loads():
             self.hops.read(copy)
+        self._raise_hints()
+
+    def _raise_hints(self) -> None:
+        """What began as a hint, and somebody waits for by now, stands behind no other hint."""
+        hops = [hop for hop in (Hop.READ, Hop.COPY) if self._movers.has_hints(hop)]
+        for adapter_id in self._ledger.waiting.order() if hops else ():
+            if (known := self._ledger.catalog.get(adapter_id)) is not None:
+                for hop in hops:
+                    self._movers.join(hop, known.digest, demand=True)
 
     def look_for(self, adapter_id: str) -> None:
         """Somebody has joined the end of the line for this adapter: start what that changes.
