@@ -209,7 +209,7 @@ class AdapterFiles:
 
     def _take(self, key: AdapterKey) -> HeldFolder | None:
         """What the disk has of a key, held and verified; None: it has nothing, or nothing whole."""
-        digest = self._disk.lookup(key)
+        digest = self._disk.lookup(key, name_of(self._source))
         if digest is None:
             return None
         with ExitStack() as holding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from adaptercache.disk.contents import write_sums
 from adaptercache.disk.transfer import flush_file, mapped
 from adaptercache.errors import AdapterNotFound, CacheClosed, LoadFailed
 from adaptercache.identity import AdapterKey
-from adaptercache.source_files import check_names, stream_of
+from adaptercache.source_files import check_names, name_of, stream_of
 from adaptercache.tiers.disk import FULL, DiskTier
 from adaptercache.tiers.remote import Source
 
@@ -63,8 +64,12 @@ class Downloads:
         try:
             return source.revision(adapter_id)
         except AdapterNotFound as error:
-            with self._lock:
-                self._missing[adapter_id] = error.what
+            if may_remember:
+                with self._lock:
+                    self._missing[adapter_id] = error.what
+            if (name := name_of(source)) is not None:
+                with suppress(OSError):  # it is not what the disk had last, in any process
+                    self._disk.forget(adapter_id, name)
             raise
 
     def wait(self) -> None:

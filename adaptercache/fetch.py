@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,10 +76,25 @@ class Fetcher:
         self._downloads = Downloads(disk, clock)
         # Downloads wait for the network, many side by side; this takes cores and memory.
         self._packing = threading.BoundedSemaphore(min(4, os.cpu_count() or 1))
+        self._removed: set[str] = set()  # ids of which the disk may still have a note
 
     def look_again(self, adapter_id: str) -> None:
         """Whether it was missing a short while ago doesn't matter now."""
         self._downloads.look_again(adapter_id)
+
+    def removed(self, adapter_id: str) -> None:
+        """What the disk had last of this id is not served from now on. Doesn't block."""
+        self._removed.add(adapter_id)
+
+    def forget_removed(self, adapter_id: str) -> None:
+        """Have the disk forget what it had of an id that was `removed`.
+
+        Raises:
+            OSError: the disk can't be written.
+        """
+        if adapter_id in self._removed:
+            self._disk.forget(adapter_id)
+            self._removed.discard(adapter_id)
 
     def close(self) -> None:
         """Give up what is being downloaded, and waiting for others who do."""
@@ -93,6 +109,8 @@ class Fetcher:
         Raises:
             AdapterCacheError, OSError: as the source's methods, `read_checkpoint` and `pack` do.
         """
+        with suppress(OSError):  # before it says what the id is now
+            self.forget_removed(adapter_id)
         return tried_again(lambda: self._fetch(adapter_id, known), self._make_free)
 
     def _fetch(self, adapter_id: str, known: Known | None) -> Fetched:
@@ -109,21 +127,25 @@ class Fetcher:
         assert source is not None, "it has just told the revision"
         if known is not None and known.revision == key.revision:
             return Fetched(key, known.digest, known.elements, 0)
-        found = self._find(key)
+        name = name_of(source)
+        found = self._find(key, name)
         if found is not None:
             return found
         with self._disk.flight(adapter_id, self._downloads.wait):
             # Another process may have brought it here meanwhile.
-            return self._find(key) or self._rebuild(source, key) or self._download(source, key)
+            found = self._find(key, name) or self._rebuild(source, key)
+            return found or self._download(source, key)
 
     def _last(self, source: Source | None, adapter_id: str) -> Fetched | None:
         """What an id was when this source could be asked, if the disk has it whole."""
         name = name_of(source)
-        key = self._disk.last(adapter_id, name) if name is not None else None
-        if key is None or (found := self._find(key)) is not None:
+        if name is None or adapter_id in self._removed:
+            return None
+        key = self._disk.last(adapter_id, name)
+        if key is None or (found := self._find(key, name)) is not None:
             return found if key is not None else None
         with self._disk.flight(adapter_id, self._downloads.wait):
-            return self._find(key) or self._rebuild(source, key)
+            return self._find(key, name) or self._rebuild(source, key)
 
     def _revision(self, source: Source | None, adapter_id: str) -> str:
         if source is None:
@@ -133,16 +155,16 @@ class Fetcher:
 
     # -- what is on the disk already
 
-    def _find(self, key: AdapterKey) -> Fetched | None:
-        """What the disk has, packed for our layout, of an id at this revision."""
-        digest = self._held(key)
+    def _find(self, key: AdapterKey, source: str | None) -> Fetched | None:
+        """What the disk has, packed for our layout, of an id at this revision of that source."""
+        digest = self._held(key, source)
         spec = self._packed_spec(digest) if digest is not None else None
         return Fetched(key, digest, spec.elements, 0) if digest and spec else None
 
-    def _held(self, key: AdapterKey) -> Digest | None:
+    def _held(self, key: AdapterKey, source: str | None) -> Digest | None:
         """The content of a key, if it is here: kept from being evicted until it was read."""
         with self._disk.changing:
-            digest = self._disk.lookup(key)
+            digest = self._disk.lookup(key, source)
             if digest is None or not self._disk.hold(digest):
                 return None
             self._room.record(digest)
@@ -160,7 +182,7 @@ class Fetcher:
     def _rebuild(self, source: Source | None, key: AdapterKey) -> Fetched | None:
         """Pack what the disk has as it was published: for another layout, or once more. None where
         the disk hasn't got it, or not whole: it is downloaded again."""
-        digest = self._held(key)
+        digest = self._held(key, name_of(source))
         if digest is None:
             return None
         with self._packing:

@@ -61,6 +61,7 @@ class Leasing:
         self._lifts = lifts
         self._lifter = lifter
         self._deciding = deciding
+        self._lapses = 0.0  # when the last promise of KV pages ends
         self._told: SimpleQueue[Grant | Literal["look at the promise"] | None] = SimpleQueue()
         self._janitor = threading.Thread(
             target=self._tidy_up, name="adaptercache-janitor", daemon=True
@@ -91,7 +92,9 @@ class Leasing:
         with self._deciding.lock:
             self._deciding.check_open()
             self._ledger.gpu.check_leads()
+            # Who waits is never in a back-off, whatever the GPU has: nothing would end the wait.
             error = self._ledger.standing(grant.adapter_id).error
+            error = error or self._ledger.failures.get(grant.adapter_id, grant.since)
             if error is not None:
                 self._ledger.fail(grant, error)
             else:
@@ -121,7 +124,7 @@ class Leasing:
         with self._deciding.lock:
             self._deciding.check_open()
             self._ledger.gpu.check_leads()
-            batch = Batch(digests, tokens, caps, line.overdue)
+            batch, floor = Batch(digests, tokens, caps, line.overdue), line.kv_pages
             decision = plan(waiting, self._lifts, batch)
             check_distinct(decision, [request.request_id for request, _ in pairs])
             coming = {load.digest for load in decision.loads}
@@ -137,7 +140,10 @@ class Leasing:
             self._note_waiting(decision)
             line.bypasses += bool(decision.admitted)
             self._lifts.be_fair(decision.refused)
-            self._lifter.lift_to_host()
+            if line.kv_pages < floor and line.needs_room:  # there is more than was decided on
+                self._lifter.advance()
+            else:
+                self._lifter.lift_to_host()
         self._deciding.tell()
         return Admission(
             admitted,
@@ -173,7 +179,10 @@ class Leasing:
         )
         ledger.waiting.note_capped(decision.capped, bool(decision.admitted))
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in decision.admitted)
+        self._lapses = time.monotonic() + PROMISE_S
         ledger.waiting.starved = True  # perhaps: the next that frees room finds out
+        if ledger.waiting.kv_promised and ledger.waiting.needs_room:
+            self._told.put(LOOK_AT_PROMISE)
         ledger.counters.deferred.update(Counter(decision.reasons.values()))
         if decision.failed:
             ledger.counters.requests["none", "failed"] += len(decision.failed)
@@ -252,14 +261,21 @@ class Leasing:
             except Empty:
                 lapses = None
                 with suppress(BaseException), self._deciding:
-                    self._ledger.waiting.kv_promised = 0
+                    lapses = self._end_promise()
                 continue
             if told is None:
                 return
             if isinstance(told, Grant):
                 self._take_back_abandoned(told)
             elif lapses is None:
-                lapses = time.monotonic() + PROMISE_S
+                lapses = self._lapses
+
+    def _end_promise(self) -> float | None:
+        """End the promise, unless there is a newer one by now: then returns when to look again."""
+        if time.monotonic() < self._lapses:
+            return self._lapses
+        self._ledger.waiting.kv_promised = 0
+        return None
 
     def _take_back_abandoned(self, grant: Grant) -> None:
         text = "a lease on %r was dropped unreleased"

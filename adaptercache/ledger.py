@@ -224,11 +224,11 @@ class Ledger:
 
     def unhold(self, tier: Tier, digest: Digest) -> None:
         """A lease, a batch or a load lets a copy go."""
-        residency = self._tiers[tier]
-        copy = residency[digest]
+        copy = (residency := self._tiers[tier])[digest]
         residency.release(copy)
         if copy.error is not None and not copy.leases:
             residency.drop(copy)
+            self.waiting.starved = True  # perhaps: who waits for it waited for this
         elif tier is not Tier.DISK:
             self._sweep(copy, tier)
 

@@ -131,20 +131,26 @@ class Lifts:
 
     def be_fair(self, refused: Digest | None) -> None:
         """Take note of who is first in line for room and finds none. If others have been served
-        past it too often, the least leased adapters are kept from new leases until it fits."""
+        past it too often, the least leased adapters are kept from new leases until it fits; but
+        none that somebody ahead of it waits for: it would neither be leased nor make room."""
         ledger, waiting = self._ledger, self._ledger.waiting
         if refused != waiting.refused:
             waiting.refused, waiting.bypasses = refused, 0
             ledger.stop_draining()
-        if refused is None or waiting.bypasses < MAX_BYPASSES or waiting.draining:
+        if refused is None or waiting.bypasses < MAX_BYPASSES:
             return
-        line = self._line(Tier.GPU)
-        known = next((known for known, _ in line if known.digest == refused), None)
-        if known is None:
+        line = [known for known, _ in self._line(Tier.GPU)]
+        place = next((i for i, known in enumerate(line) if known.digest == refused), None)
+        if place is None:
             return
-        missing = ledger.gpu.shape.pages_for(known.elements) - ledger.gpu.pages.num_free
+        ahead = {known.digest for known in line[:place]}
+        if not waiting.draining.isdisjoint(ahead):
+            ledger.stop_draining()
+        if waiting.draining:
+            return
+        missing = ledger.gpu.shape.pages_for(line[place].elements) - ledger.gpu.pages.num_free
         for copy in sorted(ledger.gpu, key=lambda copy: copy.leases):
-            if copy.leases:
+            if copy.leases and copy.digest not in ahead:
                 waiting.draining.add(copy.digest)
                 missing -= copy.size
                 if missing <= 0:

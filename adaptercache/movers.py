@@ -118,6 +118,10 @@ class Movers:
                 self._wake[hop].notify()  # a thread may be idle: one is kept free of hints
         return job is not None
 
+    def has_hints(self, hop: Hop) -> bool:
+        """Whether hints, perhaps, wait for a thread."""
+        return bool(self._hints[hop])
+
     def report(self, hop: Hop, news: Callable[[], None]) -> None:
         """A running job has come so far that others may go on: ``news`` takes note of it, with the
         lock held, and what can start is started. Called without the lock."""

@@ -86,6 +86,15 @@ class Lifter:
             self._fetch(adapter_id, demand=not hint)
         for copy in self._lifts.take_host_loads():
             self.hops.read(copy)
+        self._raise_hints()
+
+    def _raise_hints(self) -> None:
+        """What began as a hint, and somebody waits for by now, stands behind no other hint."""
+        hops = [hop for hop in (Hop.READ, Hop.COPY) if self._movers.has_hints(hop)]
+        for adapter_id in self._ledger.waiting.order() if hops else ():
+            if (known := self._ledger.catalog.get(adapter_id)) is not None:
+                for hop in hops:
+                    self._movers.join(hop, known.digest, demand=True)
 
     def look_for(self, adapter_id: str) -> None:
         """Somebody has joined the end of the line for this adapter: start what that changes.
@@ -130,6 +139,7 @@ class Lifter:
         orphan = self._ledger.forget(adapter_id)
         if self._movers.join(Hop.FETCH, adapter_id, demand=False):
             self._removed.add(adapter_id)
+        self._forget(adapter_id)
         self._delete(orphan)
 
     def _fetch(self, adapter_id: str, *, demand: bool) -> None:
@@ -155,6 +165,7 @@ class Lifter:
         key, digest = fetched.key, fetched.digest
         if key.adapter_id in self._removed:
             self._removed.remove(key.adapter_id)
+            self._forget(key.adapter_id)
             self._ledger.retire(digest)
             self._delete(digest)
         else:
@@ -203,6 +214,15 @@ class Lifter:
             if future.set_running_or_notify_cancel():
                 self._ledger.outbox.append(partial(how, future))
 
+    def _forget(self, adapter_id: str) -> None:
+        """Have a mover see to it that the disk doesn't say any more what this id was."""
+        self._fetcher.removed(adapter_id)
+        name = ("forget", adapter_id)
+        if not self._movers.join(Hop.FETCH, name, demand=False):
+            work = partial(self._fetcher.forget_removed, adapter_id)
+            job = Job(Hop.FETCH, name, work, _nothing, self._not_deleted, False, is_load=False)
+            self._movers.submit(job)
+
     def _delete(self, digest: Digest | None) -> None:
         """Have a mover delete the files of content that nobody names any more."""
         if digest is None or self._movers.join(Hop.FETCH, digest, demand=False):
@@ -223,3 +243,7 @@ class Lifter:
 
     def _not_deleted(self, error: BaseException, seconds: float) -> None:
         self._journal.warn(Hop.FETCH, seconds, f"deleting files failed: {error}")
+
+
+def _nothing(result: None, seconds: float) -> None:
+    """Comes of its end."""

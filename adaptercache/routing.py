@@ -262,4 +262,5 @@ class AffinityRouter:
 
 def _hash(name: str) -> int:
     """64 bits, the same in every process and on every machine."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+    data = name.encode("utf-8", "surrogatepass")  # a lone surrogate is a name, too
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

@@ -44,11 +44,14 @@ class Notes:
         os.replace(fresh, self._folder / name)
         self._remember(digest, name)
 
-    def find(self, key: AdapterKey) -> Digest | None:
-        """The content that an id stood for at this revision, if it is here."""
+    def find(self, key: AdapterKey, source: str | None = None) -> Digest | None:
+        """The content that an id stood for at this revision, if it is here, and if no source of
+        another name has said so: revisions of two sources have nothing to do with each other."""
         name = _name(key.adapter_id)
         note = _read(self._folder / name)
         if note is None or (note.get("id"), note.get("revision")) != (key.adapter_id, key.revision):
+            return None
+        if source is not None and note.get("source", source) != source:
             return None
         digest = _digest_of(note)
         if digest is None or not self._is_here(digest):
@@ -63,6 +66,15 @@ class Notes:
             return None
         key = AdapterKey(adapter_id, str(note.get("revision")))
         return key if self.find(key) is not None else None
+
+    def forget_id(self, adapter_id: str, source: str | None = None) -> None:
+        """The id stands for nothing (any more), says the source of that name; None: whoever said
+        that it stands for something."""
+        path = self._folder / _name(adapter_id)
+        note = _read(path)
+        if note is not None and (source is None or note.get("source") == source):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
     def forget(self, digest: Digest) -> None:
         """Remove the notes of content that was deleted, as far as this process knows of them."""

@@ -121,9 +121,19 @@ class DiskTier:
         """What an id was when that source was last asked, if its content is here."""
         return self._notes.last(adapter_id, source)
 
-    def lookup(self, key: AdapterKey) -> Digest | None:
-        """The content that an id stood for at this revision, if it is here."""
-        return self._notes.find(key)
+    def lookup(self, key: AdapterKey, source: str | None = None) -> Digest | None:
+        """The content that an id stood for at this revision, if it is here, and unless it was the
+        revision of a source of another name."""
+        return self._notes.find(key, source)
+
+    def forget(self, adapter_id: str, source: str | None = None) -> None:
+        """An id stands for nothing (any more) in the source of that name; None: in any. Content
+        stays.
+
+        Raises:
+            OSError: the disk can't be written.
+        """
+        self._notes.forget_id(adapter_id, source)
 
     def hold(self, digest: Digest) -> bool:
         """Keep content from being evicted until it was read, for some seconds. A use of it.

@@ -132,12 +132,11 @@ class GpuTier:
         return transfer
 
     def write(self, slot: int, transfer: Transfer) -> None:
-        """Bring it; returns when it can be read. Raises as `Transfer.run`."""
-        try:
-            transfer.run()
-        finally:
-            if self._coming.get(slot) is transfer:
-                del self._coming[slot]
+        """Bring it; returns when it can be read. Raises as `Transfer.run`; then a step that has
+        the slot by now is still told, when it waits."""
+        transfer.run()
+        if self._coming.get(slot) is transfer:
+            del self._coming[slot]
 
     def give_up(self, slot: int) -> None:
         """What was expected in this slot will not be written; nothing of it is under way."""

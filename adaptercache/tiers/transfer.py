@@ -97,7 +97,9 @@ class Transfer:
                 raise self._error
             if self._landed and (last := self._landed[-1]) is not None:
                 last.synchronize()
-        except BaseException:
+        except BaseException as error:
+            with self._way.lock:  # a step that waits queues nothing more
+                self._error = self._error or error
             self._streams.drain()  # the pages go to others now
             raise
 

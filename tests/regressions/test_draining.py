@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adaptercache import AdapterCache, Tier
+from adaptercache import AdapterCache, Request, Tier
 from adaptercache.waiting import MAX_BYPASSES
 
 
@@ -58,3 +58,36 @@ def test_a_hint_keeps_nobody_from_a_hit(tiny: Any, cache: AdapterCache) -> None:
         late = cache.acquire("hot")
         assert late.ready
         late.release()
+
+
+def test_one_who_asked_twice_keeps_nobody_ahead_of_his_second_lease_waiting(
+    tiny: Any, cache: AdapterCache
+) -> None:
+    held, rare = cache.acquire("hot"), cache.acquire("rare")
+    hit_often(cache)
+    cache.prefetch([])
+    late, again = cache.acquire("hot"), cache.acquire("rare")
+    rare.release()  # now he is behind the one that waits for him
+    held.release()
+    assert tiny.wait_until(lambda: late.ready, 2)
+    late.release()
+    assert tiny.wait_until(lambda: again.ready, 2)
+    again.release()
+
+
+def test_a_request_ahead_that_waits_for_pages_keeps_its_adapter(tiny: Any) -> None:
+    with tiny.cache(tiny.source("hot", "rare"), gpu_slots=1, pages=20) as cache:
+        tiny.load(cache, "rare", "hot")
+        kv = cache.pages.allocate(1)
+        waiting = [Request("h", "hot", kv_pages=cache.pages.num_available + 1)]
+        held = cache.acquire("hot")
+        assert cache.admit(waiting).reasons == {"h": "kv_pages"}
+        rare = cache.acquire("rare")
+        hit_often(cache)
+        cache.prefetch([])
+        held.release()
+        cache.pages.free(kv)
+        ((_, lease),) = cache.admit(waiting).admitted
+        lease.release()
+        assert tiny.wait_until(lambda: rare.ready, 2)
+        rare.release()

@@ -306,6 +306,24 @@ def test_while_the_source_is_down_the_disk_serves(
     files.open(IDS[1]).release()
 
 
+def test_what_the_source_has_said_to_be_missing_is_not_opened_once_it_is_down(
+    opens: Opens, source: FakeSource, clock: Clock
+) -> None:
+    faulty = FaultySource(source)
+    faulty.name = "store"
+    files = opens(faulty)
+    held = files.open(IDS[0])
+    source.remove(IDS[0])
+    with pytest.raises(AdapterNotFound):
+        files.newer(held)
+    held.release()
+    faulty.failing.update(IDS)
+    clock.now += 100
+    for opened in (files, opens(faulty)):
+        with pytest.raises(LoadFailed):
+            opened.open(IDS[0])
+
+
 def test_newer_content_is_another_folder(files: AdapterFiles, source: FakeSource) -> None:
     held = files.open(IDS[0])
     assert files.newer(held) is None

@@ -147,6 +147,106 @@ def test_what_was_put_in_an_earlier_run_is_not_the_sources(
         cache.acquire("a").result(10)
 
 
+def fails_while_down(tiny: Any, store: Store, folder: Path) -> None:
+    store.is_down = True
+    with tiny.cache(store, disk_dir=folder) as cache, pytest.raises(LoadFailed):
+        cache.acquire("a").result(10)
+
+
+def test_what_the_source_has_said_to_be_missing_is_not_served_once_it_is_down(
+    tiny: Any, store: Store, tmp_path: Path
+) -> None:
+    ran_before(tiny, store, tmp_path)
+    store.remove("a")
+    now = [0.0]
+    with tiny.cache(store, disk_dir=tmp_path, clock=lambda: now[0]) as cache:
+        with pytest.raises(AdapterNotFound):
+            cache.acquire("a").result(10)
+        store.is_down = True
+        now[0] += 100
+        with pytest.raises(LoadFailed):
+            cache.acquire("a").result(10)
+    fails_while_down(tiny, store, tmp_path)  # nor by another process
+
+
+def test_what_a_refresh_found_missing_is_not_served_by_the_next_run(
+    tiny: Any, store: Store, tmp_path: Path
+) -> None:
+    with tiny.cache(store, disk_dir=tmp_path) as cache:
+        tiny.load(cache, "a")
+        store.remove("a")
+        with pytest.raises(AdapterNotFound):
+            cache.refresh("a").result(10)
+        assert serves(cache, tiny, 0), "while a tier has it"
+    fails_while_down(tiny, store, tmp_path)
+
+
+def test_that_another_source_misses_an_id_says_nothing_of_this_one(
+    tiny: Any, store: Store, tmp_path: Path
+) -> None:
+    ran_before(tiny, store, tmp_path)
+    another = Store("another")
+    with tiny.cache(another, disk_dir=tmp_path) as cache, pytest.raises(AdapterNotFound):
+        cache.acquire("a").result(10)
+    store.is_down = True
+    with tiny.cache(store, disk_dir=tmp_path) as cache:
+        assert serves(cache, tiny, 0)
+
+
+@pytest.mark.parametrize("was_asked_for", [True, False])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_what_was_removed_does_not_come_back_without_the_source(
+    tiny: Any, store: Store, tmp_path: Path, was_asked_for: bool, is_shared: bool
+) -> None:
+    store.put("b", *tiny.tensors(0 if is_shared else 1))
+    ran_before(tiny, store, tmp_path, "a", "b")
+    store.is_down = True
+    with tiny.cache(store, disk_dir=tmp_path) as cache:
+        if was_asked_for:
+            tiny.load(cache, "a", "b")
+        cache.remove("a")
+        with pytest.raises(LoadFailed):
+            cache.acquire("a").result(10)
+        assert tiny.wait_until(lambda: cache._parts.movers.are_idle)
+    fails_while_down(tiny, store, tmp_path)
+
+
+def test_what_came_again_after_it_was_removed_is_served(
+    tiny: Any, store: Store, tmp_path: Path
+) -> None:
+    ran_before(tiny, store, tmp_path)
+    with tiny.cache(store, disk_dir=tmp_path) as cache:
+        for _ in range(20):
+            cache.remove("a")
+            assert serves(cache, tiny, 0)
+        assert tiny.wait_until(lambda: cache._parts.movers.are_idle)
+    store.is_down = True
+    with tiny.cache(store, disk_dir=tmp_path) as cache:
+        assert serves(cache, tiny, 0)
+
+
+class Versioned(Store):
+    """Its revisions say nothing of the content: another source's may be the same."""
+
+    def revision(self, adapter_id: str) -> str:
+        super().revision(adapter_id)
+        return "v1"
+
+    def read(self, adapter_id: str, revision: str, *where: Any) -> int:
+        return super().read(adapter_id, super().revision(adapter_id), *where)
+
+
+def test_another_sources_content_is_not_taken_for_that_of_the_same_revision(
+    tiny: Any, tmp_path: Path
+) -> None:
+    one, two = Versioned("one"), Versioned("two")
+    one.put("a", *tiny.tensors(0))
+    two.put("a", *tiny.tensors(1))
+    ran_before(tiny, one, tmp_path)
+    with tiny.cache(two, disk_dir=tmp_path) as cache:
+        assert serves(cache, tiny, 1)
+
+
 def test_for_another_layout_it_is_packed_from_the_files_on_the_disk(
     tiny: Any, store: Store, tmp_path: Path
 ) -> None:

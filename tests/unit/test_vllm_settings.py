@@ -30,6 +30,14 @@ def test_the_least_and_the_most() -> None:
     assert found == Settings("s3://bucket/prefix", "/var/cache/lora", 2 << 30, 0.0, 1.5, 3)
 
 
+def test_a_service_of_that_name_in_kubernetes_stops_nothing() -> None:
+    """Its address and ports are put into the environment of every container of its namespace."""
+    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP"]
+    names += [f"PORT_80_TCP_{part}" for part in ("ADDR", "PORT", "PROTO")]
+    given = {f"ADAPTERCACHE_{of}{name}": "10.0.0.1" for of in ("", "STORE_") for name in names}
+    assert Settings.from_environment(LEAST | given) == Settings.from_environment(LEAST)
+
+
 @pytest.mark.parametrize("environment", [{}, {"ADAPTERCACHE_SOURCE": " "}])
 def test_without_a_source_there_is_nothing_to_do(environment: dict[str, str]) -> None:
     assert Settings.from_environment(environment) is None

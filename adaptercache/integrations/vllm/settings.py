@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,11 @@ from adaptercache.cli.sizes import parse_size
 __all__ = ["PREFIX", "Settings"]
 
 PREFIX = "ADAPTERCACHE_"
-_OF_TESTS = f"{PREFIX}TEST"
+_NOT_OURS = re.compile(
+    rf"{PREFIX}(TEST.*|(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?))"
+)
+"""What tests say to each other, and what Kubernetes tells every container of a service whose name
+begins with ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class Settings:
         given = {
             name.removeprefix(PREFIX).lower(): value.strip()
             for name, value in environment.items()
-            if name.startswith(PREFIX) and not name.startswith(_OF_TESTS)
+            if name.startswith(PREFIX) and not _NOT_OURS.fullmatch(name)
         }
         if not given.get("source"):
             return None
