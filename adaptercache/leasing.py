@@ -98,9 +98,6 @@ class Leasing:
             if error is not None:
                 self._ledger.fail(grant, error)
             else:
-                # If it failed a moment ago, it comes under another name. Should that fail too, this
-                # one is tried at once: nothing would wake us at the end of its back-off.
-                self._ledger.failures.clear(grant.adapter_id)
                 grant.found = self._ledger.found_in(grant.adapter_id)
                 self._ledger.waiting.join(grant)
                 if self._ledger.waiting.kv_promised:

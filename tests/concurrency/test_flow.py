@@ -225,32 +225,6 @@ def test_what_fails_over_and_over_tells_who_waits_and_keeps_nothing(
     assert not cache._parts.lifter.hops._reads
 
 
-def test_who_joins_while_it_comes_under_another_name_is_served_though_that_fails(
-    tiny: Any, medium: Medium
-) -> None:
-    """The lease's own name had failed a moment ago; nobody tried it again, whenever that was."""
-    source = tiny.source("a")
-    source.put("twin", *tiny.tensors(0))
-    with tiny.cache(source) as cache:
-        cache.prefetch(["a", "twin"], to=Tier.DISK)
-        assert tiny.wait_until(lambda: cache.resident(Tier.DISK) == {"a", "twin"})
-        with cache._deciding.lock:
-            cache._ledger.waiting.forget_hint("a")
-            cache._ledger.waiting.forget_hint("twin")
-            cache._ledger.load_failed(["twin"], LoadFailed("injected"))
-        first = stand_midway(tiny, cache, medium)
-        second = cache.acquire("twin")
-        first.release()
-
-        def fail(piece: int) -> None:
-            medium.before = lambda piece: None
-            raise OSError("injected")
-
-        medium.before = fail
-        go_on(medium)
-        second.result(10).release()
-
-
 @pytest.mark.parametrize("call", [0, 3])
 def test_a_copy_that_fails_while_it_goes_ahead_blames_no_disk(
     tiny: Any, cache: AdapterCache, medium: Medium, monkeypatch: pytest.MonkeyPatch, call: int
