@@ -217,7 +217,7 @@ def from_s3(cases: Cases) -> None:
             f"get_object by {count} threads": partial(all_by, pool) for count, pool in pools.items()
         }
         many["adaptercache"] = lambda: list(pools[16].map(one_file, range(SMALL)))
-        seconds = in_turns(many, before=clear)
+        seconds = in_turns(many, rounds=25, before=clear)
         assert all((Path(folder) / f"out{n}").read_bytes() == small[n] for n in range(SMALL))
         case = compared(SMALL * SMALL_BYTES, seconds, "adaptercache", 0.9)
         cases[f"s3 to disk, {SMALL} x 2 MiB"] = case

@@ -19,7 +19,7 @@ from adaptercache.s3.failures import MISSING, REPLACED, Broken, code_of, pauses
 __all__ = ["StoredObject", "stream"]
 
 WORTHWHILE_BYTES = 64 << 10  # what a request must bring so that its failure isn't counted
-CHUNK_BYTES = 256 << 10  # small enough for a core's cache between the socket and the file
+CHUNK_BYTES = 1 << 20  # a piece is what has come, up to that: few, where many are read at once
 
 
 @dataclass(frozen=True, slots=True)
