@@ -19,10 +19,8 @@ import argparse
 import asyncio
 import os
 import queue
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -217,10 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (folder / "replicas").write_text(str(args.replicas))
         ray_serve.run(fleet(args, adapters, folder), name="fleet")
         print(f"{args.replicas} replicas on http://127.0.0.1:{args.port}", flush=True)
-        stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
-        stop.wait()
+        serve.wait_for_signal()
     return 0
 
 

@@ -210,11 +210,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         host, port = server.server_address[:2]
         print(f"serving on http://{host!s}:{port}, {device}", flush=True)
-        stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
-        stop.wait()
+        wait_for_signal()
     return 0
+
+
+def wait_for_signal() -> None:
+    """Until the process is told to end."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
 
 
 if __name__ == "__main__":

@@ -72,12 +72,7 @@ class Engine:
             Overloaded: too many wait.
             CacheClosed: the engine is closed, or has failed.
         """
-        total = len(job.tokens) + job.max_tokens
-        if not job.tokens or total > self.settings.max_context:
-            raise ValueError(
-                f"{len(job.tokens)} tokens of prompt and max_tokens {job.max_tokens}: at least 1, "
-                f"and together at most {self.settings.max_context}"
-            )
+        self.settings.check_length(len(job.tokens), job.max_tokens)
         with self._door:
             if self._closed:
                 raise CacheClosed("the engine is closed")

@@ -35,6 +35,14 @@ class Settings:
         if min(self.max_adapters, self.max_context, self.max_waiting) < 1:
             raise ValueError(f"{self}: limits are 1 and more")
 
+    def check_length(self, prompt: int, max_tokens: int) -> None:
+        """Raises ValueError where a sequence of so many tokens can never run."""
+        if prompt < 1 or prompt + max_tokens > self.max_context:
+            raise ValueError(
+                f"{prompt} tokens of prompt and max_tokens {max_tokens}: at least 1, "
+                f"and together at most {self.max_context}"
+            )
+
 
 class Overloaded(Exception):
     """Too many requests wait; try again later."""
