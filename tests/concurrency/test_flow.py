@@ -455,11 +455,13 @@ def test_pages_given_back_by_a_flow_that_failed_are_never_written_again(
 
     def take_pages(tier: Tier, digest: bytes) -> None:
         if tier is Tier.DISK:  # the copy on disk is given up right after the pages
+            taken: list[int] = []
             while (pages := cache.pages.allocate(1)) is not None:
-                kept.extend(pages)
+                taken.extend(pages)
             with cache.lora_batch([]):
                 for layer in range(2):
-                    cache.kv_view(layer)[kept] = 7.0
+                    cache.kv_view(layer)[taken] = 7.0
+            kept.extend(taken)
 
     cache._ledger.on_evict = take_pages
     lease = stand_midway(tiny, cache, medium, 7)

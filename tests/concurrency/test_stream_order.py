@@ -281,6 +281,7 @@ def test_a_share_of_the_gpus_free_memory(tiny: Any) -> None:
 
 @pytest.mark.gpu
 def test_after_sleeping_the_memory_is_the_gpus_again(tiny: Any) -> None:
+    torch.cuda.empty_cache()  # else the arena may be cut from what other tests still hold
     with tiny.cache(tiny.source("a"), pages=16384) as cache:  # 64 MiB
         tiny.load(cache, "a")
         before = torch.cuda.mem_get_info()[0]
