@@ -1,10 +1,11 @@
-"""Loading adapters: CPU memory → scattered cells on the GPU, and what steps notice of it.
+"""Loading adapters: disk → CPU memory → scattered cells on the GPU, and what steps notice of it.
 
-    python benchmarks/bench_load.py [--only copies,peers,decode,first,variants,growth,footprint]
+    python benchmarks/bench_load.py [--only copies,flow]
 
-Every case checks the bytes that it moved. One that fails is told of at the end, and takes nothing
-from the others. Without a GPU it runs at small sizes, to see that it runs; only the footprint,
-which is arithmetic, is then written.
+The parts: copies, peers, flow, decode, first, variants, growth, footprint. Every case checks the
+bytes that it moved. One that fails is told of at the end, and takes nothing from the others.
+Without a GPU it runs at small sizes, to see that it runs; only the footprint, which is arithmetic,
+is then written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TypeAlias
 import torch
 
 import load_copies
+import load_flow
 import load_step
 import record
 from load_footprint import footprint
@@ -42,6 +44,7 @@ def in_a_world(cases: Callable[[LoadWorld], Rows]) -> Callable[[], Rows]:
 PARTS: dict[str, Callable[[], Rows]] = {
     "copies": in_a_world(load_copies.copies),
     "peers": in_a_world(load_copies.one_copy_a_tensor),
+    "flow": load_flow.flow,
     "decode": in_a_world(load_step.decode_beside_loads),
     "first": load_step.first_step,
     "variants": in_a_world(load_copies.variants),

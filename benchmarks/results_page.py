@@ -195,6 +195,27 @@ SECTIONS = (
         bars_of("Copies", "GB/s", {"GBps": "ours", "reference_GBps": "plain copy"}),
     ),
     Section(
+        "load_flow",
+        "From the disk to the GPU",
+        "From asking for an adapter that only the disk has, in the page cache, until it is ready: "
+        "what has been read is copied while the rest is read. Beside it each hop by itself, and "
+        "their sum; were they to overlap wholly, it would take as long as the longer one. Of a "
+        "file that is read for the first time the checksum is verified. [More](memory.md).",
+        columns(
+            {"flow_ms": "overlapping, ms", "flow_p90_ms": "p90"}
+            | {"host_ms": "to CPU memory alone", "host_p90_ms": "p90"}
+            | {"copy_ms": "copy alone", "copy_p90_ms": "p90"}
+            | {"sum_ms": "one after the other", "sum_p90_ms": "p90"}
+            | {"of_larger": "÷ the longer hop", "of_sum": "÷ one after the other"}
+        ),
+        bars_of(
+            "From the disk to the GPU",
+            "ms",
+            {"flow_ms": "overlapping", "sum_ms": "one after the other"}
+            | {"host_ms": "to CPU memory alone", "copy_ms": "copy alone"},
+        ),
+    ),
+    Section(
         "load_decode",
         "Decode beside loads",
         "A decode-shaped step alone, and while adapters are loaded at full rate.",
