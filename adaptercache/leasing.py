@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -17,7 +17,7 @@ from typing import Final, Literal
 from adaptercache.arena import GpuPlace
 from adaptercache.batch import Batch, Decision, Request, plan
 from adaptercache.caps import Caps
-from adaptercache.deciding import Deciding
+from adaptercache.deciding import Deciding, complain
 from adaptercache.given import all_of, check_distinct, no_pair, requests_of
 from adaptercache.identity import Digest, check_id
 from adaptercache.kernels.segments import BASE_SLOT
@@ -257,8 +257,11 @@ class Leasing:
                 told = self._told.get(timeout=lapses and max(0.0, lapses - time.monotonic()))
             except Empty:
                 lapses = None
-                with suppress(BaseException), self._deciding:
-                    lapses = self._end_promise()
+                try:
+                    with self._deciding:
+                        lapses = self._end_promise()
+                except BaseException:  # the thread must live on
+                    complain("ending a promise of KV pages failed")
                 continue
             if told is None:
                 return
@@ -278,9 +281,12 @@ class Leasing:
         text = "a lease on %r was dropped unreleased"
         fields = {"adapter_id": grant.adapter_id}
         line = partial(log.warning, text, grant.adapter_id, extra=fields)
-        with suppress(BaseException), self._deciding.freeing():
-            self._ledger.release(grant)
-            self._ledger.outbox.append(line)
+        try:
+            with self._deciding.freeing():
+                self._ledger.release(grant)
+                self._ledger.outbox.append(line)
+        except BaseException:  # the thread must live on
+            complain("taking back a lease that was dropped failed")
 
     def close(self) -> None:
         """Stop the thread. Without the lock."""

@@ -107,16 +107,18 @@ class Lifts:
             behind = tuple(gpu.shape.pages_for(each.elements) for each in refused[1:MANY_BEHIND])
             digests = tuple(each.digest for each in refused)
             return Placement((), (), digests, max(0, short) if refused else 0, behind)
-        wants = [Want(digest, 0, False) for digest in admitted]
+        wants = {digest: Want(digest, 0, False) for digest in admitted}
         for known, hint in line:
             ready = ledger.host.resident(known.digest) is not None
             ready = ready and (gpu.peers is None or gpu.peers.have(known.digest))
             ready = ready or (gpu.peers is None and ledger.host.is_coming(known.digest))
             pages = gpu.shape.pages_for(known.elements)
-            wants.append(Want(known.digest, pages, ready, hint))
+            if known.digest not in wants:  # others of its requests may go on waiting
+                wants[known.digest] = Want(known.digest, pages, ready, hint)
         page_bytes = gpu.shape.rows * gpu.shape.page_bytes
         hints = hint_bounds(gpu.shape.num_pages, page_bytes)
-        return place(wants, gpu, free=free, free_slots=gpu.slots.num_free, hints=hints)
+        free_slots = gpu.slots.num_free
+        return place([*wants.values()], gpu, free=free, free_slots=free_slots, hints=hints)
 
     def kv_pages_wanted(self, placement: Placement, most: int) -> int:
         """KV pages that, given back, would let the first ``most`` in who were refused room: as far

@@ -117,6 +117,7 @@ class _Walk:
         self._spare, self._spare_slots = tier.idle_size, tier.num_idle
         self._promised = self._promised_slots = 0
         self._behind = {want.digest: index for index, want in enumerate(wants)}
+        assert len(self._behind) == len(wants), "each takes its room once"
         self._ahead: set[Digest] = set()
         self._coldest = tier.coldest()
         self._wanted_behind: list[Copy[Any]] = []  # idle; given up last, the last in line first
