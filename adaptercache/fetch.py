@@ -87,13 +87,15 @@ class Fetcher:
         self._removed.add(adapter_id)
 
     def forget_removed(self, adapter_id: str) -> None:
-        """Have the disk forget what it had of an id that was `removed`.
+        """Have the disk forget what it had of an id that was `removed`: from our source, or put.
+        What another process has under that id from a source of another name is not ours.
 
         Raises:
             OSError: the disk can't be written.
         """
         if adapter_id in self._removed:
-            self._disk.forget(adapter_id)
+            for name in {name_of(self._source), name_of(self._puts)}:
+                self._disk.forget(adapter_id, name)
             self._removed.discard(adapter_id)
 
     def close(self) -> None:

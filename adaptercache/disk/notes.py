@@ -67,12 +67,12 @@ class Notes:
         key = AdapterKey(adapter_id, str(note.get("revision")))
         return key if self.find(key) is not None else None
 
-    def forget_id(self, adapter_id: str, source: str | None = None) -> None:
-        """The id stands for nothing (any more), says the source of that name; None: whoever said
-        that it stands for something."""
+    def forget_id(self, adapter_id: str, source: str | None) -> None:
+        """The id stands for nothing (any more) in the source of that name; None: in one without a
+        name. What it is in others stays."""
         path = self._folder / _name(adapter_id)
         note = _read(path)
-        if note is not None and (source is None or note.get("source") == source):
+        if note is not None and note.get("source") == source:
             with suppress(FileNotFoundError):
                 os.unlink(path)
 

@@ -126,9 +126,9 @@ class DiskTier:
         revision of a source of another name."""
         return self._notes.find(key, source)
 
-    def forget(self, adapter_id: str, source: str | None = None) -> None:
-        """An id stands for nothing (any more) in the source of that name; None: in any. Content
-        stays.
+    def forget(self, adapter_id: str, source: str | None) -> None:
+        """An id stands for nothing (any more) in the source of that name; None: in one without a
+        name. Content stays, and so does what the id is in other sources.
 
         Raises:
             OSError: the disk can't be written.

@@ -193,6 +193,32 @@ def test_that_another_source_misses_an_id_says_nothing_of_this_one(
         assert serves(cache, tiny, 0)
 
 
+@pytest.mark.parametrize("name", ["another", None])
+def test_that_another_sources_id_is_removed_says_nothing_of_this_one(
+    tiny: Any, store: Store, tmp_path: Path, name: str | None
+) -> None:
+    another = Store(name)
+    another.put("a", *tiny.tensors(7))
+    ran_before(tiny, another, tmp_path)
+    with tiny.cache(another, disk_dir=tmp_path) as cache:
+        tiny.load(cache, "a")
+        ran_before(tiny, store, tmp_path)  # another process of the same disk
+        cache.remove("a")
+        assert tiny.wait_until(lambda: cache._parts.movers.are_idle)
+    store.is_down = True
+    with tiny.cache(store, disk_dir=tmp_path) as cache:
+        assert serves(cache, tiny, 0)
+
+
+def test_what_was_put_and_removed_leaves_no_note(tiny: Any, store: Store, tmp_path: Path) -> None:
+    with tiny.cache(store, disk_dir=tmp_path) as cache:
+        cache.put("a", *tiny.tensors(5)).result(10)
+        assert serves(cache, tiny, 5)
+        cache.remove("a")
+        assert tiny.wait_until(lambda: cache._parts.movers.are_idle)
+        assert tiny.files(tmp_path / "index") == []
+
+
 @pytest.mark.parametrize("was_asked_for", [True, False])
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_what_was_removed_does_not_come_back_without_the_source(
