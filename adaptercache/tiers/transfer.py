@@ -43,18 +43,12 @@ class Transfer:
         after: int,
     ) -> None:
         self._streams, self._way = streams, way
-        self._slot, self._pages, self._spec = slot, tuple(pages), spec
-        self._pieces = pieces
-        self._after = after
-        self._chunks = way.chunks(len(self._pages))
-        self._queueing = self._chunk_by_chunk()
+        self._spec, self._after = spec, after
+        self._chunks = way.chunks(len(pages))
+        self._queueing = _chunk_by_chunk(way, slot, spec, tuple(pages), pieces, after)
         self._led: threading.Event | None = None
         self._landed: list[Landed] = []  # of each chunk that was queued
         self._error: BaseException | None = None
-
-    def _chunk_by_chunk(self) -> Iterator[Landed]:
-        pieces = self._pieces()
-        yield from self._way.queue(self._slot, self._spec, self._pages, pieces, self._after)
 
     @property
     def nbytes(self) -> int:
@@ -165,6 +159,19 @@ class Transfer:
         """In elements; the last one's may be behind the vector's."""
         shape = self._way.stack.shape
         return [(first + count) * shape.rows * shape.page_elems for first, count in self._chunks]
+
+
+def _chunk_by_chunk(
+    way: Way,
+    slot: int,
+    spec: VectorSpec,
+    pages: Sequence[int],
+    pieces: Callable[[], Iterable[Tensor]],
+    after: int,
+) -> Iterator[Landed]:
+    """No method: it is never exhausted, and would hold its transfer, and so the arena, until
+    garbage is collected. The pieces are asked for with the first chunk."""
+    yield from way.queue(slot, spec, pages, pieces(), after)
 
 
 def _ends_of_layers(layout: LoraLayout, spec: VectorSpec) -> list[int]:

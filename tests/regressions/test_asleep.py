@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -83,3 +85,23 @@ def test_what_needs_the_arena_says_so_while_it_is_given_back(tiny: Any) -> None:
         cache.restore()
         with cache.lora_batch(base) as lora:
             assert lora.num_tokens == 3
+
+
+@pytest.mark.parametrize("end", ["drop_gpu", "close"])
+def test_the_arena_goes_at_once_and_not_when_garbage_is_collected(tiny: Any, end: str) -> None:
+    """A transfer that had run held a generator which held the transfer, and both the arena: on a
+    GPU the memory was not given back."""
+    gc.collect()
+    gc.disable()
+    try:
+        with tiny.cache(tiny.source("a")) as cache:
+            lease = cache.acquire("a").result(10)
+            with cache.lora_batch([(lease, 2)]) as lora:
+                lora.wait(0)
+            del lora
+            lease.release()
+            arena = weakref.ref(cache._gpu.stack.arena)
+            getattr(cache, end)()
+            assert tiny.wait_until(lambda: arena() is None, 2)
+    finally:
+        gc.enable()
