@@ -153,6 +153,20 @@ SECTIONS = (
         kernel_bars,
     ),
     Section(
+        "beside",
+        "LoRA beside the base product",
+        "µs of a layer's four groups of modules in decode, by rank, tokens and distinct adapters: "
+        "the base product alone, LoRA behind it as in the library, and the shrink on a second "
+        "stream in several ways; last what would be left if the shrink took no time. "
+        "[More](kernels.md).",
+        columns(
+            {"base_us": "base", "after_us": "LoRA behind it", "beside_us": "shrink beside it"}
+            | {"first_us": "beside, urgent", "narrow_us": "beside, few programs"}
+            | {"early_us": "beside, early expand", "free_us": "without the shrink"},
+            "all four",
+        ),
+    ),
+    Section(
         "attach",
         "Mixed adapters in transformers",
         "Decode with an adapter for each request: PEFT's own `adapter_names`, `attach`, and the "
