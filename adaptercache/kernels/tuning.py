@@ -123,7 +123,7 @@ def bgmv_blocks(
         ),
         dot_bk=min(bk, 128),
         bn=bn,
-        group_bn=min(bn, max(16, min(128, 4096 // rank_class))),
+        group_bn=min(bn, 128 if rank_class <= 64 else max(16, 4096 // rank_class)),
         shrink_warps=max(1, min(2, bk // 256)),
         expand_warps=rank_class // 64 if rank_class >= 256 else 2 if bn * rank_class >= 1024 else 1,
         shrink_stages=3,
