@@ -144,7 +144,12 @@ class LoadFailed(AdapterCacheError):
     """Reading or moving the adapter failed after retries; the cause is ``__cause__``."""
 
     def _details(self) -> list[str]:
-        return [f"cause: {self.__cause__!r}"] if self.__cause__ is not None else []
+        cause = self.__cause__
+        if cause is None:
+            return []
+        if isinstance(cause, OSError) and cause.filename is not None:  # its repr leaves that out
+            return [f"cause: {type(cause).__name__}: {cause}"]
+        return [f"cause: {cause!r}"]
 
 
 def as_load_error(error: BaseException, adapter_id: str | None = None) -> AdapterCacheError:

@@ -187,14 +187,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--replicas", type=int, default=2)
+    add("--replicas", type=int, default=2, help="default: 2; on this machine's CPUs")
     add("--model", type=Path, help="directory of a Llama-family model (default: a tiny one)")
     add("--adapters", type=Path, help="directory with a folder an adapter (default: made up)")
-    add("--count", type=int, default=32, help="adapters to make up")
-    add("--port", type=int, default=8000)
-    add("--gpu-mib", type=int, default=8, help="of the arena, a replica")
-    add("--host-mib", type=int, default=8, help="of CPU memory for adapters, a replica")
-    return parser.parse_args(argv)
+    add("--count", type=int, default=32, help="adapters to make up (default: 32)")
+    add("--port", type=int, default=8000, help="default: 8000")
+    add("--gpu-mib", type=int, help="of a replica's arena (default: 8 for the tiny one, or 8192)")
+    add("--host-mib", type=int, help="of its CPU memory for adapters (default: 8, or 16384)")
+    args = parser.parse_args(argv)
+    if args.adapters is not None and not args.adapters.is_dir():
+        parser.error(f"--adapters: {args.adapters} is no directory")
+    if args.model is not None and not (args.model / "config.json").is_file():
+        parser.error(f"--model: no config.json in {args.model}")
+    args.gpu_mib = args.gpu_mib or (8 if args.model is None else 8192)
+    args.host_mib = args.host_mib or (8 if args.model is None else 16384)
+    return args
+
+
+def why_not() -> str:
+    """What failed in replicas: Serve's own error names only their deployments."""
+    deployments = ray_serve.status().applications["fleet"].deployments.values()
+    return "\n".join(each.message for each in deployments if each.message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,7 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ray_serve.start(http_options={"host": "127.0.0.1", "port": args.port})
         stack.callback(ray_serve.shutdown)
         (folder / "replicas").write_text(str(args.replicas))
-        ray_serve.run(fleet(args, adapters, folder), name="fleet")
+        try:
+            ray_serve.run(fleet(args, adapters, folder), name="fleet")
+        except RuntimeError as error:
+            print(f"error: {error}\n{why_not()}", file=sys.stderr)
+            return 1
         print(f"{args.replicas} replicas on http://127.0.0.1:{args.port}", flush=True)
         serve.wait_for_signal()
     return 0

@@ -16,7 +16,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRA:
             raise
-        sys.exit(
-            "adaptercache's command line needs typer and rich: pip install 'adaptercache[cli]'"
-        )
+        sys.exit("adaptercache's command line needs typer and rich: pip install typer rich")
     app()

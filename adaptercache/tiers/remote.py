@@ -76,7 +76,7 @@ def open_source(source: str | os.PathLike[str] | Source) -> Source:
             from adaptercache.s3 import S3Source
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "s3:// needs boto3: pip install 'adaptercache[s3]'", name=error.name
+                "s3:// needs boto3: pip install 'boto3[crt]'", name=error.name
             ) from error
         return S3Source(str(source))
     if separator and scheme != "file":

@@ -42,7 +42,7 @@ def test_without_the_extra_it_says_how_to_get_it(missing: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "adaptercache's command line needs typer and rich: pip install 'adaptercache[cli]'\n"
+        "adaptercache's command line needs typer and rich: pip install typer rich\n"
     )
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -54,6 +55,11 @@ def test_each_adapter_is_answered_by_one_replica(library: Path) -> None:  # noqa
             found: dict[str, str] = json.load(answer)
         return found
 
+    def refused(adapter_id: str) -> tuple[int, str]:
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            ask(adapter_id)
+        return raised.value.code, json.load(raised.value)["error"]
+
     def is_up() -> bool:
         assert program.poll() is None
         try:
@@ -70,7 +76,12 @@ def test_each_adapter_is_answered_by_one_replica(library: Path) -> None:  # noqa
         for adapter_id in [*placed] * 3:
             assert ask(adapter_id)["replica"] == placed[adapter_id]
         assert ask(None)["text"]
-        assert "acme/nobody" in ask("acme/nobody")["error"]
+        status, error = refused("acme/nobody")
+        assert (status, "acme/nobody" in error) == (404, True)
+        (library / "adapters/acme/broken").mkdir()
+        (library / "adapters/acme/broken/adapter_config.json").write_text("{")
+        status, error = refused("acme/broken")
+        assert (status, "acme/broken" in error) == (422, True)
     except BaseException:
         print((library / "log").read_text()[-4000:])
         raise

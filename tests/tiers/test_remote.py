@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from adaptercache import (
     DirectorySource,
     LoadFailed,
 )
+from adaptercache.errors import as_load_error
 from adaptercache.testing import TierContract
 from adaptercache.tiers.remote import CONFIG, WEIGHTS, TensorSource, open_source
 
@@ -257,4 +259,17 @@ def test_a_bucket_without_boto3_says_what_to_install() -> None:
         "open_source('s3://bucket/prefix')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "pip install 'adaptercache[s3]'" in done.stderr.splitlines()[-1]
+    assert "pip install 'boto3[crt]'" in done.stderr.splitlines()[-1]
+
+
+def test_a_failure_says_which_file_could_not_be_read(tmp_path: Path) -> None:
+    source = DirectorySource(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(NotADirectoryError) as raised:
+        source.revision("acme/sql")
+    failed = as_load_error(raised.value, "acme/sql")
+    assert str(failed) == (
+        "adapter 'acme/sql': loading failed (cause: NotADirectoryError: "
+        f"[Errno {errno.ENOTDIR}] the source is no directory: {str(tmp_path)!r})"
+    )
+    assert "cause: OSError(5, 'I/O')" in str(as_load_error(OSError(5, "I/O")))
