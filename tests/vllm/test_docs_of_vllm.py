@@ -70,7 +70,6 @@ LEAST = {
     [
         ({"VLLM_PLUGINS": "adaptercache"} | LEAST | {"ADAPTERCACHE_DISK_BYTES": ""}, "DISK_BYTES"),
         (LEAST, "VLLM_PLUGINS=adaptercache"),
-        ({"VLLM_PLUGINS": "adaptercache"} | LEAST, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
     ],
 )
 def test_a_wrong_environment_stops_it_at_the_start(
@@ -79,7 +78,6 @@ def test_a_wrong_environment_stops_it_at_the_start(
     from adaptercache.integrations.vllm import install
 
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.delenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises((RuntimeError, ValueError), match=said):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import REGISTRY
+from vllm import envs
 
 from adaptercache.adapter_files import AdapterFiles
 from adaptercache.base_model import BaseModel
@@ -77,5 +78,7 @@ def _check(config: Any) -> None:
     """Whether vLLM was started with what we need. Raises RuntimeError."""
     if config.lora_config is None:
         raise RuntimeError(f"{PREFIX}SOURCE is set: start vLLM with --enable-lora")
+    if not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        raise RuntimeError(f"{PREFIX}SOURCE needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 beside it")
     if config.cache_config.enable_prefix_caching and not kv_tells_apart():
         raise RuntimeError("a republished adapter would meet KV of the old one in this vLLM")

@@ -45,8 +45,6 @@ def install_resolver() -> None:
         return
     if NAME not in (envs.VLLM_PLUGINS or ()):
         raise RuntimeError(f"{PREFIX}SOURCE is set: set VLLM_PLUGINS={NAME}, too")
-    if not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
-        raise RuntimeError(f"{PREFIX}SOURCE needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 beside it")
     _log_as_vllm_does()
     tell_apart()
     if NAME not in LoRAResolverRegistry.get_supported_resolvers():
