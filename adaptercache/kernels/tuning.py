@@ -130,7 +130,7 @@ def bgmv_blocks(
         expand_stages=2 if rank_class <= 16 else 1,
         in_runs=rank_class <= 16,
         all_singles=all_singles,
-        shrink_words={16: 96, 64: 104}.get(rank_class) if bk == 512 and itemsize == 2 else None,
+        shrink_words={16: 96, 64: 128}.get(rank_class) if bk == 512 and itemsize == 2 else None,
         expand_words={16: 112, 64: 160}.get(rank_class) if itemsize == 2 else None,
     )
 

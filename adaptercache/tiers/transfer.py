@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -83,9 +84,9 @@ class Transfer:
             Whatever reading the pieces or queueing copies raised; nothing of it is under way then.
         """
         try:
-            self._streams.wait_turn(self._after)
             if self._led is not None:
                 self._led.wait(LEAD_S)
+            self._streams.wait_turn(self._after)
             self.begin()
             if self._error is not None:
                 raise self._error
@@ -153,7 +154,7 @@ class Transfer:
         """For each layer, the last chunk that it needs: with it and those before, all layers up to
         this one are in place. (The table's row comes with the first.)"""
         ends, layout = self._ends_of_chunks(), self._way.stack.layout
-        return [bisect_left(ends, end) for end in _ends_of_layers(layout, self._spec)]
+        return [bisect_left(ends, end) for end in _ends_of_layers(layout, self._spec.ranks)]
 
     def _ends_of_chunks(self) -> list[int]:
         """In elements; the last one's may be behind the vector's."""
@@ -174,10 +175,14 @@ def _chunk_by_chunk(
     yield from way.queue(slot, spec, pages, pieces(), after)
 
 
-def _ends_of_layers(layout: LoraLayout, spec: VectorSpec) -> list[int]:
-    """Where in the vector each layer's last matrix ends; the one before's where it has none."""
+@lru_cache(maxsize=256)
+def _ends_of_layers(layout: LoraLayout, ranks: tuple[int, ...]) -> list[int]:
+    """Where in the vector each layer's last matrix ends; the one before's where it has none.
+
+    Kept, because a step waits for it, and adapters of one kind have the same ranks.
+    """
     ends = [0] * layout.num_layers
-    for site, start, rank in zip(layout.sites, spec.starts, spec.ranks, strict=True):
+    for site, start, rank in zip(layout.sites, layout.starts(ranks)[0], ranks, strict=True):
         if rank:
             end = start + align(rank * site.in_features) + align(rank * site.out_features)
             ends[site.layer] = max(ends[site.layer], end)
