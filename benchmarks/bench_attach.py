@@ -165,11 +165,21 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 def measure(wanted: argparse.Namespace) -> dict[str, dict[str, Any]]:
     dtype = torch.bfloat16 if wanted.device == "cuda" else torch.float32
+    compiling = None
+    if wanted.device == "cuda":
+        from kernel_compile import compile_ahead  # triton: only where it is used
+
+        lengths = (1, 8, wanted.prompt)  # attach's arena has one row, the engine's one a layer
+        rows = {1, 17, 512, 1024, *(wanted.batch * length for length in lengths)}
+        compiling = compile_ahead(sorted(rows), (1, wanted.layers))
     model = new_model(wanted, dtype)
     layout = LoraLayout.from_model(model)
     say("the model is made")
     adapters = Adapters(layout, wanted)
     say("the adapters are made")
+    if compiling is not None:
+        compiling.join()
+        say("kernels are compiled")
     of_rows = [f"adapter-{row % wanted.adapters}" for row in range(wanted.batch)]
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (wanted.batch, wanted.prompt), device=wanted.device)

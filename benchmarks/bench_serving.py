@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -263,27 +262,6 @@ def line(case: Mapping[str, Any]) -> str:
     )
 
 
-def compile_ahead() -> threading.Thread:
-    """Compile the LoRA kernels by all cores, while the model is made."""
-    from kernel_cases import Case
-    from kernel_compile import RULE, compile_all
-
-    cases = [
-        Case("decode", shape, "16", tokens, "distinct")
-        for shape in ("qkv", "o_proj", "gate_up", "down")
-        for tokens in (1, 17, 64, 512, 1024)
-    ]
-
-    def compile_them() -> None:
-        for wrong in compile_all([(case, RULE) for case in cases]):
-            say(f"not compiled ahead: {wrong}")
-        say("kernels are compiled")
-
-    thread = threading.Thread(target=compile_them)
-    thread.start()
-    return thread
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="fewer cases, shorter")
@@ -296,7 +274,11 @@ def main() -> None:
     until = time.monotonic() + 60 * minutes
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shape = Shape.of(device)
-    compiling = compile_ahead() if device.type == "cuda" else None
+    compiling = None
+    if device.type == "cuda":
+        from kernel_compile import compile_ahead  # triton: only where it is used
+
+        compiling = compile_ahead((1, 17, 64, 512, 1024))
     if device.type == "cpu":
         torch.set_num_threads(1)  # products as small as these take longer with more
     model = shape.model()
@@ -310,6 +292,7 @@ def main() -> None:
     source = VariedSource(BaseModel.from_model(model), kinds, model.dtype)
     if compiling is not None:
         compiling.join()
+        say("kernels are compiled")
     with metered(model, source, shape, settings_of(shape)) as (engine, meter):
         say("the engine runs")
         bench = Bench(engine, meter, shape, source, model)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,10 +53,12 @@ class _Stack:
         """None is needed."""
 
 
-def _compile(shape_name: str, rank_class: int, num_rows: int, blocks: Blocks) -> str:
+def _compile(
+    shape_name: str, rank_class: int, num_rows: int, blocks: Blocks, arena_rows: int
+) -> str:
     """What went wrong, or nothing."""
     shape = SHAPES[shape_name]
-    stack: Any = _Stack(ArenaShape(shape.rows, 1, shape.page_bytes, 2), torch.device("cuda", 0))
+    stack: Any = _Stack(ArenaShape(arena_rows, 1, shape.page_bytes, 2), torch.device("cuda", 0))
     blocks.choose()
     try:
         variants.compile_group(stack, shape.k, shape.widths, rank_class, num_rows)
@@ -70,12 +73,30 @@ def _rows_alike(case: Case) -> int:
     return rows_alike(elements, rank_class_of(case.max_rank), case.tokens)
 
 
-def compile_all(wanted: Iterable[tuple[Case, Blocks]]) -> list[str]:
+def compile_all(wanted: Iterable[tuple[Case, Blocks]], arena_rows: int | None = None) -> list[str]:
     """Compile what these cases launch with these blocks. Returns what went wrong."""
     jobs = {
-        (case.shape, rank_class_of(case.max_rank), _rows_alike(case), blocks)
+        (
+            *(case.shape, rank_class_of(case.max_rank), _rows_alike(case), blocks),
+            arena_rows or SHAPES[case.shape].rows,
+        )
         for case, blocks in wanted
     }
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=spawn) as pool:
         return [error for error in pool.map(_compile, *zip(*jobs, strict=True)) if error]
+
+
+def compile_ahead(rows: Sequence[int], arena_rows: Sequence[int] = (32,)) -> threading.Thread:
+    """Compile what Llama-3-8B's groups need for so many rows and ranks up to 16, over arenas of
+    these shapes, by all cores and meanwhile. What fails is compiled again by whoever needs it."""
+    shapes = ("qkv", "o_proj", "gate_up", "down")
+    cases = [Case("decode", shape, "16", each, "distinct") for shape in shapes for each in rows]
+
+    def compile_them() -> None:
+        for each in arena_rows:
+            compile_all([(case, RULE) for case in cases], each)
+
+    thread = threading.Thread(target=compile_them)
+    thread.start()
+    return thread
