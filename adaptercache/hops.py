@@ -166,9 +166,9 @@ class Hops:
         spec: VectorSpec = place.spec
         pieces = partial(self._host.views, place.runs, spec.elements * self._layout.itemsize)
         after = self._ledger.gpu[load.digest].place.after
-        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after, hint=load.hint)
+        how = {"hint": load.hint, "led": is_led}
+        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after, **how)
         if is_led:
-            transfer.lead()
             self._ledger.outbox.append(transfer.start)
         if (read := self._reads.get(load.digest)) is not None:
             read.ahead = load, transfer

@@ -102,7 +102,7 @@ class LoadWorld:
 
     def take(self, way: Way) -> None:
         """Bring adapters in another way from now on."""
-        self.tier._memory = self.tier.stack, Ways(way, way)
+        self.tier._memory = self.tier.stack, Ways(way, way, way)
         wait_for_gpu()
 
     def rest(self, rank: int, modules: Iterable[str] | None = None) -> Resting:
@@ -143,7 +143,7 @@ class LoadWorld:
             transfer.begin()
         self.queued_us = (time.perf_counter() - begun) * 1e6  # of the host
         ends = []
-        for lane in (streams.copy, streams.background, streams.scatter):
+        for lane in streams.lanes:
             with lane.use():
                 ends.append(Mark())
         for end in ends:
@@ -158,8 +158,8 @@ class LoadWorld:
             if ahead and ON_GPU:
                 torch.cuda._sleep(3_000_000 + 3_000_000 * count)  # cycles: 1.7 ms for each
             start = Mark()
-        streams.scatter.wait(start.event)
-        streams.background.wait(start.event)
+        for lane in streams.lanes:
+            lane.wait(start.event)
         return start
 
     def time_plain(self, adapters: list[Resting], target: Tensor, *, ahead: bool = False) -> float:

@@ -117,17 +117,21 @@ class GpuTier:
         after: int = 0,
         *,
         hint: bool = False,
+        led: bool = False,
     ) -> Transfer:
         """An adapter is to come into these pages, which are free, and this slot. Touches no CUDA.
 
         Args:
             after: the last step that may use what was there (see `streams`).
             hint: nobody waits for it yet.
+            led: a step is about to wait for it layer by layer (`Transfer.lead`).
             pieces: gives the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
         """
         _, ways = self._allocated()
-        way = ways.hint if hint else ways.demand
+        way = ways.led if led else ways.hint if hint else ways.demand
         transfer = Transfer(self.streams, way, slot, pages, spec, pieces, after)
+        if led:
+            transfer.lead()
         self._coming[slot] = transfer
         return transfer
 

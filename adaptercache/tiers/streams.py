@@ -3,8 +3,9 @@
 The argument. Kernels of a step read and write the arena, and read the tables, on the cache's one
 *compute* stream, inside the step. Bytes of adapters come on streams of ours. Either the *copy*
 stream brings chunks into staging buffers, from where the *scatter* stream lays them into cells and
-sets table rows; or the *background* stream brings them straight into cells and rows. One transfer
-goes one way. Nothing else writes cells of adapters, or rows.
+sets table rows; or a *direct* stream, one for hints and one for what steps wait for layer by layer,
+brings them straight into cells and rows. One transfer goes one way. Nothing else writes cells of
+adapters, or rows.
 
 Steps are numbered. A step's batch holds every slot that it lists, from `step`'s beginning to its
 end, so none of these adapters is evicted before the last launch. At the end a *fence* is recorded
@@ -108,8 +109,11 @@ class Streams:
         self._fences: deque[tuple[int, torch.cuda.Event]] = deque()
         self._past = 0
         self.copy = Lane(device)
-        self.background = Lane(device)  # strided copies: nobody's staged ones stand behind them
+        # Strided copies: nobody's staged ones stand behind them, and what steps wait for not behind
+        # hints.
+        self.direct, self.hinted = Lane(device), Lane(device)
         self.scatter = Lane(device, priority=-1)  # short kernels that free what copies wait for
+        self.lanes = (self.copy, self.direct, self.hinted, self.scatter)
 
     # -- steps
 
@@ -192,7 +196,7 @@ class Streams:
 
     def drain(self) -> None:
         """Wait on the host until all copies and scatters have been done."""
-        for lane in (self.copy, self.background, self.scatter):
+        for lane in self.lanes:
             lane.drain()
 
     def close(self) -> None:

@@ -4,7 +4,8 @@
 of a plain copy's speed; the kernel moves the bytes once more, which steps notice.
 
 *Strided*: the copy engine lays out each page by itself (see `strided`). At 93 % of a plain copy's
-speed, and steps notice no more of it. Only where cells are large: it is a copy a page.
+speed, and steps notice no more of it; a chunk is queued in less of the host's time. Only where
+cells are large: it is a copy a page.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from adaptercache.layout import ArenaShape
 from adaptercache.packing import VectorSpec
 from adaptercache.tiers.rows import TableRows
 from adaptercache.tiers.staging import Source, Staging
-from adaptercache.tiers.streams import Streams
+from adaptercache.tiers.streams import Lane, Streams
 from adaptercache.tiers.strided import Bytes, copy_rows_of, lay_page
 
 __all__ = ["Landed", "Staged", "Strided", "Way", "Ways", "is_strided"]
@@ -97,11 +98,12 @@ class Way(ABC):
 
 
 class Strided(Way):
-    """Page after page."""
+    """Page after page. ``lane``: `Streams.direct`, or another."""
 
-    def __init__(self, streams: Streams, stack: LoraStack) -> None:
+    def __init__(self, streams: Streams, stack: LoraStack, lane: Lane | None = None) -> None:
         super().__init__(streams, stack)
         self.chunk_bytes = STRIDED_BYTES
+        self._lane = lane or streams.direct
 
     def queue(
         self,
@@ -111,7 +113,7 @@ class Strided(Way):
         pieces: Iterable[Tensor],
         after: int,
     ) -> Iterator[Landed]:
-        stack, lane = self.stack, self._streams.background
+        stack, lane = self.stack, self._lane
         arena, shape = stack.arena.data_ptr(), stack.shape
         lane.wait(self._streams.fence(after))
         source, left = Bytes(iter(pieces)), spec.elements * shape.itemsize
@@ -168,16 +170,21 @@ class Staged(Way):
 
 
 class Ways(NamedTuple):
-    """For loads that somebody waits for, and for hints, which have time."""
+    """For loads that somebody waits for; for those that a step waits for layer by layer, whose
+    chunks its own thread queues; and for hints, which have time."""
 
     demand: Way
+    led: Way
     hint: Way
 
     @classmethod
     def of(cls, streams: Streams, stack: LoraStack) -> Ways:
-        """The fastest one for who waits, and the one that disturbs steps least."""
+        """The fastest one for who waits; else the one that takes least of a step's time, on the GPU
+        and on the thread that queues it."""
         staged = Staged(streams, stack)
-        return cls(staged, Strided(streams, stack) if is_strided(stack.shape) else staged)
+        if not is_strided(stack.shape):
+            return cls(staged, staged, staged)
+        return cls(staged, Strided(streams, stack), Strided(streams, stack, streams.hinted))
 
 
 def is_strided(shape: ArenaShape) -> bool:

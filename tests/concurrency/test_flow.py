@@ -69,7 +69,7 @@ def medium(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
     def one_way(streams: Any, stack: Any) -> ways.Ways:
         way = request.param(streams, stack)
-        return ways.Ways(way, way)
+        return ways.Ways(way, way, way)
 
     monkeypatch.setattr(ways.Ways, "of", one_way)
     yield medium

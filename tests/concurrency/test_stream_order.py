@@ -57,7 +57,7 @@ def rng(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> rand
 
         def only_strided(streams: Any, stack: Any) -> ways.Ways:
             way = ways.Strided(streams, stack)
-            return ways.Ways(way, way)
+            return ways.Ways(way, way, way)
 
         monkeypatch.setattr(ways.Ways, "of", only_strided)
     return rng

@@ -89,7 +89,7 @@ def test_pieces_that_were_captured_wait_for_their_layer(
 
         def only_strided(streams: Any, stack: Any) -> ways.Ways:
             strided = ways.Strided(streams, stack)
-            return ways.Ways(strided, strided)
+            return ways.Ways(strided, strided, strided)
 
         monkeypatch.setattr(ways.Ways, "of", only_strided)
     wait = Lane.wait

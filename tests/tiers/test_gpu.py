@@ -144,7 +144,7 @@ class TestStridedCopies(TierContract):
     def tier(self) -> Iterator[Pages]:
         tier = gpu_tier()
         way = ways.Strided(tier.streams, tier.stack)
-        tier._memory = tier.stack, ways.Ways(way, way)
+        tier._memory = tier.stack, ways.Ways(way, way, way)
         yield Pages(tier)
 
 

@@ -54,16 +54,18 @@ def test_large_cells_are_copied_by_the_copy_engine(shape: ArenaShape, strided: b
     assert ways.is_strided(shape) == strided
 
 
-def test_who_waits_is_staged_and_hints_are_strided_where_that_pays(
+def test_who_waits_is_staged_and_hints_and_what_steps_lead_are_strided_where_that_pays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = ways.Ways.of(Streams(CPU), stack())
     assert isinstance(small.demand, ways.Staged)
-    assert small.hint is small.demand
+    assert small.hint is small.led is small.demand
     monkeypatch.setattr(ways, "MIN_CELL_BYTES", 1024)
     large = ways.Ways.of(Streams(CPU), stack())
     assert isinstance(large.demand, ways.Staged)
     assert isinstance(large.hint, ways.Strided)
+    assert isinstance(large.led, ways.Strided)
+    assert large.led._lane is not large.hint._lane, "what a step waits for stands behind no hint"
 
 
 @given(
