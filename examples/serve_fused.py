@@ -46,7 +46,7 @@ def rotate_and_store(
     assert qkv.stride(1) == 1
     assert rotary.is_contiguous()
     assert pages.stride(0) == offsets.stride(0) == 1
-    assert view[0].is_contiguous()
+    assert view.stride()[1:] == (block_size * kv_heads * head_dim, kv_heads * head_dim, head_dim, 1)
     heads = width // head_dim - 2 * kv_heads
     q = torch.empty((rows, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _rotate_and_store_kernel[(rows, heads + 2 * kv_heads)](
