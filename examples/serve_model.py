@@ -5,7 +5,7 @@ written out here is what paging and LoRA change: where keys and values go, how a
 and a call of `add_lora` behind each group of projections. Projections of one input are one product,
 and what lies between is few launches: a step that decodes is read from memory in milliseconds, and
 each small kernel in it costs two microseconds more. So where a GPU runs, `_added_and_normed`,
-`_rotated` and `_gated` are a kernel each (serve_fused.py), of what is written here in torch.
+`_rotate_and_store` and `_gated` are a kernel each (serve_fused.py) of what is here in torch.
 """
 
 from __future__ import annotations
@@ -164,10 +164,8 @@ class _Layer:
         self.o = _Projections(attention, ("o_proj",), number, sites)
         self.gate_up = _Projections(mlp, ("gate_proj", "up_proj"), number, sites)
         self.down = _Projections(mlp, ("down_proj",), number, sites)
-        is_silu = mlp.config.hidden_act in (
-            "silu",
-            "swish",
-        )  # of which transformers has two classes
+        # By name: transformers has had two classes of it.
+        is_silu = mlp.config.hidden_act in ("silu", "swish")
         self.activation = silu if is_silu else mlp.act_fn
 
 
@@ -175,7 +173,7 @@ def _attention(
     layer: _Layer, view: Tensor, x: Tensor, rotary: Tensor, rows: Rows, lora: LoraBatch | None
 ) -> Tensor:
     # First all new keys and values go to their blocks: a chunk attends to itself, too.
-    q = _rotated(layer.qkv(x, lora), rotary, view, rows.pages, rows.offsets)
+    q = _rotate_and_store(layer.qkv(x, lora), rotary, view, rows.pages, rows.offsets)
     sizes = [group.positions.numel() for group in rows.groups]
     outputs = [
         attend(part, view, group.tables, group.positions)
@@ -195,7 +193,9 @@ def _added_and_normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, T
     return x, rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
 
 
-def _rotated(qkv: Tensor, rotary: Tensor, view: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:
+def _rotate_and_store(
+    qkv: Tensor, rotary: Tensor, view: Tensor, pages: Tensor, offsets: Tensor
+) -> Tensor:
     """The queries ``[rows, heads, head_dim]``, rotated to their positions; the keys, rotated, and
     the values are stored at their pages and offsets.
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import serve_fused
 from adaptercache.testing import any_device
 from serve_fused import add_and_norm, rotate_and_store, silu_and_multiply
-from serve_model import Group, Rows, _added_and_normed, _gated, _rotated
+from serve_model import Group, Rows, _added_and_normed, _gated, _rotate_and_store
 
 DEVICE = any_device()
 NAN = float("nan")
@@ -80,7 +80,7 @@ def test_rotating_and_storing(
     # As a layer's part of the arena: pages apart, and never written to.
     arena = torch.full((pages, 2, 2, block, kv_heads, head_dim), NAN, dtype=dtype)
     ours = arena.clone().to(DEVICE)
-    want = _rotated(qkv, rotary, arena[:, 1], page, offset)
+    want = _rotate_and_store(qkv, rotary, arena[:, 1], page, offset)
     numbers = torch.cat((page[:1], page, offset)).to(DEVICE)[1:].split(rows)  # 8 bytes off
     got = rotate_and_store(qkv.to(DEVICE), rotary.to(DEVICE), ours[:, 1], *numbers)
     assert got.shape == (rows, shared * kv_heads, head_dim)
