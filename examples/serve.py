@@ -11,7 +11,8 @@ docs/embedding.md does:
     serve.py         `build`: layout, cache, model, engine
     serve_engine.py  a step: admit, schedule, compute, advance
     serve_kv.py      KV blocks out of the arena that adapters share; the prefix cache
-    serve_model.py   paged KV, and `add_lora`, in a layer; serve_attention.py and serve_decode.py
+    serve_model.py   paged KV, and `add_lora`, in a layer; serve_attention.py and serve_decode.py,
+                     and on a GPU serve_fused.py, are parts of it
     serve_runner.py  a step's tensors; CUDA graphs
     serve_metrics.py what Prometheus and gateways read
     serve_http.py    statuses, streams, and clients that go away

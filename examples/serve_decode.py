@@ -11,6 +11,7 @@ __all__ = ["attend_in_place"]
 
 LOG2_E = 1.4426950408889634
 TILE = 64  # tokens that a program reads at once
+MANY = 128  # programs: about as many as a large GPU has multiprocessors
 
 
 def attend_in_place(q: Tensor, view: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
@@ -19,12 +20,15 @@ def attend_in_place(q: Tensor, view: Tensor, tables: Tensor, positions: Tensor) 
     rows, heads, head_dim = q.shape
     _, _, block_size, kv_heads, _ = view.shape
     assert q.stride()[1:] == (head_dim, 1)
-    positions = positions[:, 0].contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     shared = heads // kv_heads
+    # Many programs hide each other's waits, and run all at once where each has few registers; a
+    # few look further ahead.
+    num_stages = 2 if rows * kv_heads > MANY else 3
     _attend_kernel[(rows, kv_heads)](
         *(q, view, tables, positions, out),
-        *(q.stride(0), tables.stride(0), view.stride(0), head_dim**-0.5 * LOG2_E),
+        *(q.stride(0), tables.stride(0), positions.stride(0), view.stride(0)),
+        head_dim**-0.5 * LOG2_E,
         BLOCK_SIZE=block_size,
         KV_HEADS=kv_heads,
         SHARED=shared,
@@ -32,12 +36,16 @@ def attend_in_place(q: Tensor, view: Tensor, tables: Tensor, positions: Tensor) 
         HEAD_DIM=head_dim,
         HEAD_TILE=max(16, triton.next_power_of_2(head_dim)),
         TILE=TILE,
-        num_stages=3,
+        num_stages=num_stages,
     )
     return out.view(rows, heads * head_dim)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+# Where a step's numbers happen to lie, and how far apart, is no reason to compile again.
+@triton.jit(  # type: ignore[untyped-decorator, unused-ignore]
+    do_not_specialize=("position_stride",),
+    do_not_specialize_on_alignment=("tables_ptr", "positions_ptr"),
+)
 def _attend_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     kv_ptr,
@@ -46,6 +54,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     q_stride,
     table_stride,
+    position_stride,
     page_stride,
     scale,  # of the scores, in powers of two
     BLOCK_SIZE: tl.constexpr,
@@ -57,7 +66,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
 ):
     row, kv_head = tl.program_id(0), tl.program_id(1)
-    length = tl.load(positions_ptr + row) + 1
+    length = tl.load(positions_ptr + row * position_stride) + 1
     head, column, token = tl.arange(0, SHARED_TILE), tl.arange(0, HEAD_TILE), tl.arange(0, TILE)
     at = (kv_head * SHARED + head)[:, None] * HEAD_DIM + column[None, :]
     is_head = (head[:, None] < SHARED) & (column[None, :] < HEAD_DIM)

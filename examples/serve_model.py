@@ -4,7 +4,8 @@ The weights, the activation and the rotary frequencies are those of the Hugging 
 written out here is what paging and LoRA change: where keys and values go, how attention finds them,
 and a call of `add_lora` behind each group of projections. Projections of one input are one product,
 and what lies between is few launches: a step that decodes is read from memory in milliseconds, and
-each small kernel in it costs two microseconds more.
+each small kernel in it costs two microseconds more. So where a GPU runs, `_added_and_normed`,
+`_rotate_and_store` and `_gated` are a kernel each (serve_fused.py) of what is here in torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, rms_norm, silu
 
 from adaptercache import AdapterCache, KVLayout
 from adaptercache.kernels import LoraBatch, add_lora
@@ -104,16 +105,19 @@ class PagedLlama:
         cos, sin = model.model.rotary_emb(self._embed.weight, positions)  # [1, positions, head_dim]
         # Rotating is x · cos + (x with its halves exchanged) · sin, the first half's sin negative.
         first, second = sin[0].chunk(2, dim=-1)
-        self._cos, self._sin = cos[0], torch.cat((-first, second), dim=-1)
+        self._rotary = torch.stack((cos[0], torch.cat((-first, second), dim=-1)), dim=1)
 
     def __call__(self, rows: Rows, lora: LoraBatch | None) -> Tensor:
         """Logits ``[n, vocab]`` of the ``last`` rows. ``lora`` None: nobody has an adapter."""
-        x = self._embed(rows.tokens)
-        rotary = self._cos[rows.positions][:, None], self._sin[rows.positions][:, None]
+        x, y = self._embed(rows.tokens), None  # y: what the last part adds to x
+        rotary = self._rotary[rows.positions]
         for layer, view in zip(self._layers, self._kv, strict=True):
-            x = x + _attention(layer, view, _normed(x, layer.before_attention), rotary, rows, lora)
-            x = x + _mlp(layer, _normed(x, layer.before_mlp), lora)
-        return self._lm_head(_normed(x[rows.last], self._norm)).float()  # type: ignore[no-any-return]
+            x, normed = _added_and_normed(x, y, layer.before_attention)
+            y = _attention(layer, view, normed, rotary, rows, lora)
+            x, normed = _added_and_normed(x, y, layer.before_mlp)
+            y = layer.down(_gated(layer.gate_up(normed, lora), layer.activation), lora)
+        _, normed = _added_and_normed(x, y, self._norm)
+        return self._lm_head(normed[rows.last]).float()  # type: ignore[no-any-return]
 
 
 class _Projections:
@@ -160,29 +164,16 @@ class _Layer:
         self.o = _Projections(attention, ("o_proj",), number, sites)
         self.gate_up = _Projections(mlp, ("gate_proj", "up_proj"), number, sites)
         self.down = _Projections(mlp, ("down_proj",), number, sites)
-        self.activation = mlp.act_fn
-
-
-def _normed(x: Tensor, norm: Any) -> Tensor:
-    return rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+        # By name: transformers has had two classes of it.
+        is_silu = mlp.config.hidden_act in ("silu", "swish")
+        self.activation = silu if is_silu else mlp.act_fn
 
 
 def _attention(
-    layer: _Layer,
-    view: Tensor,
-    x: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    rows: Rows,
-    lora: LoraBatch | None,
+    layer: _Layer, view: Tensor, x: Tensor, rotary: Tensor, rows: Rows, lora: LoraBatch | None
 ) -> Tensor:
-    kv_heads, head_dim = view.shape[3:]
-    heads = layer.qkv.widths[0] // head_dim
-    y = layer.qkv(x, lora).view(len(x), -1, head_dim)  # of each row: q's heads, then k's, then v's
-    q, qk, kv = y[:, :heads], y[:, : heads + kv_heads], y[:, heads:]
-    cos, sin = rotary
-    torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin, out=qk)
     # First all new keys and values go to their blocks: a chunk attends to itself, too.
-    view[rows.pages, :, rows.offsets] = kv.view(len(x), 2, kv_heads, head_dim)
+    q = _rotate_and_store(layer.qkv(x, lora), rotary, view, rows.pages, rows.offsets)
     sizes = [group.positions.numel() for group in rows.groups]
     outputs = [
         attend(part, view, group.tables, group.positions)
@@ -191,6 +182,43 @@ def _attention(
     return layer.o(outputs[0] if len(outputs) == 1 else torch.cat(outputs), lora)
 
 
-def _mlp(layer: _Layer, x: Tensor, lora: LoraBatch | None) -> Tensor:
-    gate, up = layer.gate_up(x, lora).chunk(2, dim=1)
-    return layer.down(layer.activation(gate) * up, lora)
+def _added_and_normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """``x + y``, and that normed: ``[rows, width]`` each."""
+    if x.is_cuda:
+        from serve_fused import add_and_norm  # triton: only where it is used
+
+        return add_and_norm(x, y, norm.weight, norm.variance_epsilon)
+    if y is not None:
+        x = x + y
+    return x, rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def _rotate_and_store(
+    qkv: Tensor, rotary: Tensor, view: Tensor, pages: Tensor, offsets: Tensor
+) -> Tensor:
+    """The queries ``[rows, heads, head_dim]``, rotated to their positions; the keys, rotated, and
+    the values are stored at their pages and offsets.
+
+    ``qkv``: of each row, q's heads, then k's, then v's. ``rotary [rows, 2, head_dim]``.
+    """
+    if qkv.is_cuda:
+        from serve_fused import rotate_and_store
+
+        return rotate_and_store(qkv, rotary, view, pages, offsets)
+    kv_heads, head_dim = view.shape[3:]
+    x = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = x[:, : -2 * kv_heads], x[:, -2 * kv_heads : -kv_heads], x[:, -kv_heads:]
+    cos, sin = rotary[:, :, None].unbind(1)
+    view[pages, 0, offsets] = torch.addcmul(k * cos, k.roll(head_dim // 2, dims=-1), sin)
+    view[pages, 1, offsets] = v
+    return torch.addcmul(q * cos, q.roll(head_dim // 2, dims=-1), sin)
+
+
+def _gated(gate_up: Tensor, activation: Any) -> Tensor:
+    """``activation(gate) * up``, which stand side by side."""
+    if gate_up.is_cuda and activation is silu:
+        from serve_fused import silu_and_multiply
+
+        return silu_and_multiply(gate_up)
+    gate, up = gate_up.chunk(2, dim=1)
+    return activation(gate) * up  # type: ignore[no-any-return]
