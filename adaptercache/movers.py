@@ -26,6 +26,9 @@ __all__ = ["Hop", "Job", "Movers"]
 
 log = logging.getLogger(__name__)
 
+DECIDING = "deciding after a load failed"  # a defect of ours
+TELLING = "a hook, or a handler of logging, failed"  # by what `tell` lets through: an interrupt
+
 
 class Hop(Enum):
     """One step up, and how many threads take it."""
@@ -125,10 +128,11 @@ class Movers:
     def report(self, hop: Hop, news: Callable[[], None]) -> None:
         """A running job has come so far that others may go on: ``news`` takes note of it, with the
         lock held, and what can start is started. Called without the lock."""
-        with self._wake[hop], _surviving(hop):
+        with self._wake[hop], _surviving(hop, DECIDING):
             news()
             self._ended()
-        self._tell()
+        with _surviving(hop, TELLING):
+            self._tell()
 
     def queued(self, hop: Hop) -> int:
         """Loads that wait for a thread."""
@@ -175,7 +179,7 @@ class Movers:
                 self._begin(job)
             self._do(job)
             del job
-            with suppress(BaseException):  # a hook's sys.exit ends no mover
+            with _surviving(hop, TELLING):
                 self._tell()
 
     def _next(self, hop: Hop) -> Job | None:
@@ -202,7 +206,7 @@ class Movers:
         with self._wake[job.hop]:
             del self._jobs[job.hop, job.key]
             self._hints_running[job.hop] -= job.started_as_hint
-            with _surviving(job.hop):
+            with _surviving(job.hop, DECIDING):
                 if error is None:
                     job.done(result, seconds)
                 else:
@@ -212,10 +216,10 @@ class Movers:
 
 
 @contextmanager
-def _surviving(hop: Hop) -> Iterator[None]:
-    """Log a defect of ours; the thread must live on."""
+def _surviving(hop: Hop, failed: str) -> Iterator[None]:
+    """Log what is raised, whatever the handlers of `logging` do; the thread must live on."""
     try:
         yield
     except BaseException:
-        with suppress(Exception):
-            log.exception("deciding after a load failed", extra={"hop": hop.label})
+        with suppress(BaseException):
+            log.exception(failed, extra={"hop": hop.label})

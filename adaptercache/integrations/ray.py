@@ -20,10 +20,12 @@ to be wrapped in ``serve.multiplexed``: the cache loads and evicts.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable
 from typing import Any
 
+from prometheus_client import REGISTRY, start_http_server
 from ray.serve.request_router import (
     PendingRequest,
     ReplicaID,
@@ -33,9 +35,12 @@ from ray.serve.request_router import (
 
 from adaptercache.cache import AdapterCache
 from adaptercache.integrations.replicas import Replicas, published
+from adaptercache.metrics import PrometheusCollector
 from adaptercache.stats import Tier
 
 __all__ = ["AdapterReplica", "AffinityRequestRouter"]
+
+log = logging.getLogger(__name__)
 
 SLACK = 8
 
@@ -116,3 +121,25 @@ class AdapterReplica:
             to: ``"gpu"``, ``"host"`` or ``"disk"``.
         """
         self.cache.prefetch(list(adapter_ids), to=Tier(to))
+
+    def serve_metrics(self, ports: Iterable[int], host: str = "0.0.0.0") -> int | None:
+        """Answer Prometheus on the first of ``ports`` that is free, with this process' registry and
+        the metrics of ``self.cache`` in it, as long as the process lives. Call it once.
+
+        Replicas of one machine are given the same ports: which one gets which is nobody's business.
+
+        Returns:
+            The port; None where none can be had, which is logged: requests are served all the same.
+        """
+        REGISTRY.register(PrometheusCollector(self.cache))
+        reason: OSError | str = "none was given"
+        for port in ports:
+            try:
+                start_http_server(port, host)
+            except OSError as error:
+                reason = error
+            else:
+                log.info("metrics are on port %d", port)
+                return port
+        log.warning("no port for metrics: %s", reason)
+        return None

@@ -8,4 +8,5 @@ if find_spec("ray") is not None:
         warnings.simplefilter("ignore")
         import ray.serve  # noqa: F401
 else:
-    collect_ignore = ["test_page.py", "test_router.py"]  # test_fleet.py says why, for all
+    # test_fleet.py says why, for all
+    collect_ignore = ["test_page.py", "test_replica.py", "test_router.py"]

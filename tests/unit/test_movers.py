@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,8 +23,9 @@ class Bench:
         self.ended: list[Any] = []
         self.go_on = threading.Event()
         self.standing = threading.Event()
+        self.tell: Callable[[], None] = lambda: None
         self.movers = Movers(
-            self.lock, dict.fromkeys(Hop, 1), ended=lambda: None, tell=lambda: None
+            self.lock, dict.fromkeys(Hop, 1), ended=lambda: None, tell=lambda: self.tell()
         )
 
     def submit(
@@ -123,6 +125,46 @@ def test_a_decision_that_raises_stops_no_other_job(bench: Bench) -> None:
         bench.movers.submit(Job(FETCH, "defect", lambda: None, fail, fail))
     bench.submit("next")
     assert bench.wait(1) == ["next"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_hook_that_interrupts_is_logged_and_ends_no_thread_and_no_job(
+    bench: Bench, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt() -> None:
+        raise error("of a hook")
+
+    bench.tell = interrupt
+    bench.submit("first", lambda: bench.movers.report(FETCH, lambda: None))
+    bench.submit("second")
+    assert bench.wait(2) == ["first", "second"]
+    bench.movers.close()
+    logged = [record for record in caplog.records if record.name == "adaptercache.movers"]
+    assert len(logged) == 3  # as the first reports, and as each ends
+    for record in logged:
+        assert (record.levelname, record.hop) == ("ERROR", FETCH.label)  # type: ignore[attr-defined]
+        assert record.exc_info is not None
+        assert record.exc_info[0] is error
+
+
+def test_a_handler_of_logging_that_exits_ends_no_thread(bench: Bench) -> None:
+    class Exits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise SystemExit
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    handler, log = Exits(), logging.getLogger("adaptercache.movers")
+    bench.tell = interrupt
+    log.addHandler(handler)
+    try:
+        bench.submit("first")
+        bench.submit("second")
+        assert bench.wait(2) == ["first", "second"]
+        bench.movers.close()
+    finally:
+        log.removeHandler(handler)
 
 
 def test_closing_fails_what_is_queued_and_lets_what_runs_end(bench: Bench) -> None:

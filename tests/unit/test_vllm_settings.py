@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,57 @@ def test_a_service_of_that_name_in_kubernetes_stops_nothing() -> None:
 @pytest.mark.parametrize("environment", [{}, {"ADAPTERCACHE_SOURCE": " "}])
 def test_without_a_source_there_is_nothing_to_do(environment: dict[str, str]) -> None:
     assert Settings.from_environment(environment) is None
+
+
+def places(source: object, disk: object) -> Settings:
+    return Settings(str(source), str(disk), 2 << 30)
+
+
+def test_places_that_can_be_used_are_left_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    for source in (tmp_path / "adapters", f"file://{tmp_path}/adapters", "s3://bucket/prefix"):
+        places(source, tmp_path / "disk" / "lora").check()
+        places(source, tmp_path).check()
+    assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
+
+
+@pytest.mark.parametrize("source", ["nowhere", "file", "ftp://store/adapters", "file://nowhere"])
+def test_a_source_that_cannot_be_used_is_named(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(ValueError, match=r"ADAPTERCACHE_SOURCE: .*(directory|ftp)"):
+        places(source, tmp_path).check()
+
+
+def test_a_bucket_without_boto3_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.startswith("adaptercache.s3")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("boto3", "botocore.exceptions"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match="ADAPTERCACHE_SOURCE: s3:// needs boto3"):
+        places("s3://bucket/prefix", tmp_path).check()
+
+
+@pytest.mark.parametrize("disk", ["file", "file/lora", "link"])
+def test_a_disk_that_is_no_directory_is_named(disk: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"ADAPTERCACHE_DISK_DIR: .*Not a directory"):
+        places(tmp_path, tmp_path / disk).check()
+
+
+def test_a_disk_that_can_only_be_read_may_have_something(tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir(mode=0o555)
+    places(tmp_path, tmp_path / "others").check()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_disk_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir(mode=0o555)
+    with pytest.raises(ValueError, match=r"ADAPTERCACHE_DISK_DIR: .*Permission denied"):
+        places(tmp_path, tmp_path / "others" / "lora").check()
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,39 @@ def test_a_wrong_environment_stops_it_at_the_start(
         install()
 
 
+OFFLINE = """
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM({base!r}, dtype="float32", max_model_len=256, block_size=32, enforce_eager=True)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    answer, = llm.generate({{"prompt_token_ids": [5, 6, 7]}}, sampling)
+    print("generated", len(answer.outputs[0].token_ids))
+"""
+
+
+def test_offline_use_goes_on_and_hears_at_once_of_a_source_that_is_none(
+    base: Path, folder: Path
+) -> None:
+    program = folder / "offline.py"
+    program.write_text(OFFLINE.format(base=str(base)))
+    environment = {"VLLM_PLUGINS": "adaptercache", "VLLM_CPU_KVCACHE_SPACE": "1"} | LEAST
+    path = LOGS / "offline.log"
+    LOGS.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as log:
+        done = subprocess.run(
+            [sys.executable, str(program)],
+            stdout=log,
+            stderr=log,
+            env=clean_environment(environment | {"ADAPTERCACHE_SOURCE": str(folder / "nowhere")}),
+            timeout=240,
+        )
+    said = path.read_text()
+    assert done.returncode == 0, said[-4000:]
+    assert "generated 3" in said
+    assert said.count("no adapter can be served: ADAPTERCACHE_SOURCE: ") == 1
+    assert said.index("no adapter can be served") < said.index("Loading weights")
+
+
 def test_without_a_source_vllm_runs_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.lora.resolver import LoRAResolverRegistry
 

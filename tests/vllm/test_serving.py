@@ -304,6 +304,21 @@ def test_a_bad_publication_leaves_the_old_one_serving(
     assert "goes on serving: adapter 'steady'" in vllm.log.read_text()
 
 
+def test_one_that_was_unloaded_meanwhile_is_not_said_to_go_on_serving(
+    vllm: Vllm, bucket: Any, trainer: Trainer, folder: Path, proxy: Proxy
+) -> None:
+    bucket.publish("gone", make_kind(trainer, folder / "adapters" / "steady", "all-r8", 23))
+    assert vllm.complete("gone", PROMPTS[0]).status == 200
+    bucket.put("gone", adapter_model=b"half of it")
+    time.sleep(0.6)
+    unload = lambda: vllm.call("/v1/unload_lora_adapter", {"lora_name": "gone"})  # noqa: E731
+    proxy.inject(Fault("call", where="gone/adapter_model", act=unload))
+    assert vllm.complete("gone", PROMPTS[0]).status == 200
+    assert Tiny.wait_until(lambda: "'gone' is not loaded any more" in vllm.log.read_text())
+    assert "gone" not in vllm.models()
+    assert "goes on serving: adapter 'gone'" not in vllm.log.read_text()
+
+
 def root_of(vllm: Vllm, name: str) -> str:
     """The folder that vLLM reads an adapter from."""
     roots = [model["root"] for model in vllm.call("/v1/models").body["data"] if model["id"] == name]

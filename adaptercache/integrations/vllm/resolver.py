@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -41,14 +43,26 @@ def install_resolver() -> None:
     Raises:
         RuntimeError, ValueError: the environment doesn't say what it must.
     """
-    if Settings.from_environment(os.environ) is None:
+    settings = Settings.from_environment(os.environ)
+    if settings is None:
         return
     if NAME not in (envs.VLLM_PLUGINS or ()):
         raise RuntimeError(f"{PREFIX}SOURCE is set: set VLLM_PLUGINS={NAME}, too")
     _log_as_vllm_does()
+    if multiprocessing.parent_process() is None:  # the others would say the same again
+        _say_what_is_wrong(settings)
     tell_apart()
     if NAME not in LoRAResolverRegistry.get_supported_resolvers():
         LoRAResolverRegistry.register_resolver(NAME, resolver)
+
+
+def _say_what_is_wrong(settings: Settings) -> None:
+    """An API server stops at it, but once the model is loaded, and that may take long. Offline use
+    of vLLM comes by here, too, and needs none of it: so nothing is raised."""
+    try:
+        settings.check()
+    except ValueError as error:  # a warning, because vLLM sets logging up later than this
+        warnings.warn(f"no adapter can be served: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _log_as_vllm_does() -> None:

@@ -205,7 +205,11 @@ class Serving:
             look = partial(self.files.newer, hold.folder)
             fresh = await self._loop.run_in_executor(self._threads, look)
         except AdapterCacheError as error:
-            log.warning("what is loaded goes on serving: %s", error)
+            if self._names.peek(name) is not None:
+                log.warning("what is loaded goes on serving: %s", error)
+            else:  # perhaps by us: the newer one wanted its room
+                text = "adapter %r is not loaded any more; looking for a newer one failed: %s"
+                log.warning(text, name, error)
             fresh = None
         hold.checked_at, hold.is_checking = time.monotonic(), False
         if fresh is None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from adaptercache.cli.sizes import parse_size
@@ -53,6 +57,34 @@ class Settings:
                 raise ValueError(f"{PREFIX}SOURCE needs {PREFIX}{name.upper()} beside it")
         values: dict[str, Any] = {name: _value(name, text) for name, text in given.items()}
         return cls(**values)
+
+    def check(self) -> None:
+        """Whether adapters can come from these places, as far as looking tells; makes nothing.
+
+        Raises:
+            ValueError: they can't; it says which variable names what.
+        """
+        from adaptercache.tiers.remote import open_source
+
+        try:
+            # vLLM may fork after this: boto3 isn't brought in where it is there.
+            if not self.source.startswith("s3://") or find_spec("boto3") is None:
+                open_source(self.source)
+        except (OSError, ValueError, ModuleNotFoundError) as error:
+            raise ValueError(f"{PREFIX}SOURCE: {error}") from error
+        try:
+            _check_disk(Path(self.disk_dir).absolute())
+        except OSError as error:
+            raise ValueError(f"{PREFIX}DISK_DIR: {error}") from error
+
+
+def _check_disk(root: Path) -> None:
+    """Whether it is a directory, or can be made. One that can only be read serves what is there."""
+    there = next(path for path in (root, *root.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if there != root and not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 def _seconds(text: str) -> float:
