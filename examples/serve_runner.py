@@ -62,7 +62,7 @@ class Launched:
     event: torch.cuda.Event | None  # None: it has
 
     def read(self) -> list[tuple[Job, int]]:
-        """Each job's next token. Here, and nowhere else, the host waits for the GPU."""
+        """Each job's next token. Here the host waits for the GPU."""
         if self.event is not None:
             self.event.synchronize()
         chosen: list[int] = self.chosen.tolist()
@@ -193,9 +193,10 @@ class Runner:
         a graph have ``padded`` rows; what is missing goes to the spare page."""
         tokens, positions, pages, offsets, last, tables = (array("q") for _ in range(6))
         for job, count in work:
-            known = job.tokens[job.computed : job.computed + count]
-            # A token that isn't known yet: where it is in `_last`, counted from its end.
-            tokens.extend(known or [self._row_of[job] - len(self._last)])
+            if job.unread:  # where the token is in `_last`, counted from its end
+                tokens.append(self._row_of[job] - self._max_running)
+            else:
+                tokens.extend(job.tokens[job.computed : job.computed + count])
             for position in range(job.computed, job.computed + count):
                 positions.append(position)
                 pages.append(job.pages[position // self.block_size])

@@ -118,7 +118,7 @@ def ahead(count: int) -> list[tuple[str, int]]:
     return [*noted, ("read", count - 1)]
 
 
-def test_a_step_is_launched_before_the_one_before_is_read(world: World, stepped: Stepped) -> None:
+def run_ahead(world: World, stepped: Stepped) -> None:
     """With prompts in chunks, adapters, sampled requests, and some that end before others."""
     with stepped(world, world.ids[:2], max_step_tokens=32, max_running=8) as engine:
         runner = Noting(engine)
@@ -132,6 +132,17 @@ def test_a_step_is_launched_before_the_one_before_is_read(world: World, stepped:
         for number, job in enumerate(jobs):
             expected = world.expected(world.ids[number % 2], [number] * 40, 5 + number)
             assert outcome(job)[0] == expected
+
+
+def test_a_step_is_launched_before_the_one_before_is_read(world: World, stepped: Stepped) -> None:
+    run_ahead(world, stepped)
+
+
+@pytest.mark.gpu
+def test_graphs_are_launched_before_the_one_before_is_read(
+    tmp_path: Path, stepped: Stepped
+) -> None:
+    run_ahead(World(tmp_path, 2, device="cuda"), stepped)
 
 
 def test_the_engines_own_thread_runs_ahead(world: World) -> None:
