@@ -4,9 +4,9 @@
     python benchmarks/bench_serving.py --quick    # the fewest and the most adapters, fewer requests
 
 Decode: batch 64, with 0, 1, 8, 32 and 64 distinct adapters of rank 16 on all projections. A step is
-what the engine's loop takes from one computing to the next, admission included. Beside it stands
-what the kernels' targets (docs/kernels.md) allow for all its calls together, and how many LoRA
-kernels ran in a step.
+what the engine's loop takes from one launch to the next, admission included; in `host_us` of it the
+device has nothing to do. Beside it stands what the kernels' targets (docs/kernels.md) allow for all
+its calls together, and how many LoRA kernels ran in a step.
 
 Workload: adapters of different content, rank 8 on q, k, v and o, all in CPU memory, chosen by
 S-LoRA's power law (a small skew makes few of them popular), Poisson arrivals. Saturated: all
@@ -152,7 +152,7 @@ def decode(bench: Bench, kind: Kind, steps: int) -> None:
             raise RuntimeError(f"only {len(timed)} steps had {ROWS} rows")
         case: dict[str, Any] = {
             **record.spread([step for step, _ in timed]),
-            "host_us": record.spread([step - runner for step, runner in timed])["us"],
+            "host_us": record.spread([idle for _, idle in timed])["us"],
             "steps": len(timed),
             "adapter_bytes": distinct * bench.source.bytes_each[kind.name],
             "kernel_limit_us": kernel_limit_us(engine.cache.layout, kind.rank, ROWS, distinct),

@@ -122,7 +122,7 @@ def figures(asked: Sequence[Asked], before: Stats, after: Stats, meter: Meter) -
     found = _difference(after.requests, before.requests)
     by_tier = {tier: sum(n for (t, _), n in found.items() if t == tier) for tier, _ in found}
     total = sum(by_tier.values()) or 1
-    steps, full_s = meter.full_steps()
+    steps, full_s, idle_s = meter.full_steps()
     tokens = sum(step.new_tokens for step in steps)
     tokens_each = statistics.fmean(each.tokens for each in asked)
     return {
@@ -143,7 +143,7 @@ def figures(asked: Sequence[Asked], before: Stats, after: Stats, meter: Meter) -
         "adapters_per_step": _mean(step.adapters for step in steps),
         "kv_tokens_per_step": _mean(step.kv_tokens for step in steps),
         "prompt_steps": round(sum(step.jobs > step.decoding for step in steps) / len(steps), 3),
-        "host_share": round(1 - sum(step.runner_s for step in steps) / full_s, 4),
+        "host_share": round(idle_s / full_s, 4),
     }
 
 

@@ -28,6 +28,7 @@ import serve_model
 from churn_workload import Arrival, Workload, draw
 from serve_engine import Engine
 from serve_job import Finished, Job, Sampling, Settings
+from serve_runner import Launched
 from serve_tiny import tiny_model
 
 __all__ = [
@@ -175,12 +176,15 @@ class Shape:
 
 
 class Step(NamedTuple):
-    """``at_s``: when its computing began; ``runner_s``: how long it took, launches and all.
-    ``jobs``: requests in it, of which ``decoding`` had no prompt left. ``kv_tokens``: whose keys
-    and values were read. ``new_tokens``: that came out. ``waiting``: requests that were not in."""
+    """``at_s``: when its launch began; ``launch_s``: how long it took, on a CPU computing and all;
+    ``began`` and ``ended``: when a GPU came to the first and past the last of it. ``jobs``:
+    requests in it, of which ``decoding`` had no prompt left. ``kv_tokens``: whose keys and values
+    were read. ``new_tokens``: that came out. ``waiting``: requests that were not in."""
 
     at_s: float
-    runner_s: float
+    launch_s: float
+    began: torch.cuda.Event | None
+    ended: torch.cuda.Event | None
     jobs: int
     decoding: int
     rows: int
@@ -188,6 +192,14 @@ class Step(NamedTuple):
     kv_tokens: int
     new_tokens: int
     waiting: int
+
+    def idle_s(self, after: Step) -> float:
+        """Seconds between this step and the next in which the device had nothing to do. The host
+        runs ahead of a GPU, and what it does meanwhile costs nothing; on a CPU all of it does."""
+        if self.ended is None or after.began is None:
+            return after.at_s - self.at_s - self.launch_s
+        after.began.synchronize()
+        return float(self.ended.elapsed_time(after.began)) / 1e3
 
 
 class Meter:
@@ -197,16 +209,19 @@ class Meter:
         self._engine, self._runner = engine, engine._runner
         self.block_size = self._runner.block_size
         self.padded, self.close = self._runner.padded, self._runner.close
+        self._on_gpu = engine.cache.kv_view(0).is_cuda
         self.steps: list[Step] = []
 
-    def __call__(self, work: Sequence[tuple[Job, int]], lora: LoraBatch) -> list[int]:
-        began = time.perf_counter()
-        chosen = self._runner(work, lora)
-        took = time.perf_counter() - began
+    def __call__(self, work: Sequence[tuple[Job, int]], lora: LoraBatch) -> Launched:
+        at, began = time.perf_counter(), self._mark()
+        launched = self._runner(work, lora)
+        took, ended = time.perf_counter() - at, self._mark()
         self.steps.append(
             Step(
-                began,
+                at,
                 took,
+                began,
+                ended,
                 len(work),
                 sum(job.num_pending == 1 for job, _ in work),
                 sum(count for _, count in work),
@@ -216,26 +231,35 @@ class Meter:
                 self._engine.num_waiting,
             )
         )
-        return chosen
+        return launched
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def decode_steps(self, rows: int) -> list[tuple[float, float]]:
-        """Seconds of the steps in which so many decoded and nothing else was computed, up to the
-        next step's beginning; and those of them that the runner took."""
+        """Seconds of the steps in which so many decoded and nothing else was computed, from one
+        launch to the next; and those of them in which the device had nothing to do."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return [
-            (after.at_s - step.at_s, step.runner_s)
+            (after.at_s - step.at_s, step.idle_s(after))
             for step, after in pairs
             if step.decoding == step.rows == after.decoding == after.rows == rows
         ]
 
-    def full_steps(self) -> tuple[list[Step], float]:
-        """The steps while requests waited, but for the first few; and the seconds that they took.
-        So neither the start nor the last requests' end, when batches are small, is in them."""
+    def full_steps(self) -> tuple[list[Step], float, float]:
+        """The steps while requests waited, but for the first few; the seconds that they took, and
+        those of them in which the device had nothing to do. So neither the start nor the last
+        requests' end, when batches are small, is in them."""
         last = max((n for n, step in enumerate(self.steps) if step.waiting), default=0)
         last = last or len(self.steps) - 1  # so few requests that none waited
         first = min(8, last // 4)
-        steps = self.steps[first:last]
-        return steps, self.steps[last].at_s - self.steps[first].at_s
+        steps, after = self.steps[first:last], self.steps[first + 1 : last + 1]
+        idle_s = sum(step.idle_s(its) for step, its in zip(steps, after, strict=True))
+        return steps, self.steps[last].at_s - self.steps[first].at_s, idle_s
 
 
 @contextmanager

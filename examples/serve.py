@@ -9,7 +9,7 @@ Adapters are named by ``model``; ``base`` is the model without one. To be read i
 docs/embedding.md does:
 
     serve.py         `build`: layout, cache, model, engine
-    serve_engine.py  a step: admit, schedule, compute, advance
+    serve_engine.py  a step: admit, schedule, launch; then what the step before has chosen
     serve_kv.py      KV blocks out of the arena that adapters share; the prefix cache
     serve_model.py   paged KV, and `add_lora`, in a layer; serve_attention.py and serve_decode.py,
                      and on a GPU serve_fused.py, are parts of it
@@ -100,8 +100,8 @@ def build(
         # has model and KV to itself.
         with torch.inference_mode():
             llama = PagedLlama(model, cache, settings.max_context)
-            runner = Runner(llama, cache, settings.max_context)
-            runner.capture(settings.max_running)
+            runner = Runner(llama, cache, settings.max_context, settings.max_running)
+            runner.capture()
         engine = Engine(cache, runner, settings)
         engine.start()
         try:

@@ -3,6 +3,10 @@
 One thread has the model, the KV blocks and the queue to itself, and makes one step after the
 other. A step never waits for an adapter: who can't run yet stays in the queue, and the cache brings
 up what it needs meanwhile. Other threads only `submit` jobs, and abort them.
+
+The host is one step ahead: it launches a step before it reads what the one before has chosen, for
+where the rows go is known without that. A token that ends its job is read while the next is under
+way, which is thrown away. `serve_runner.Launched` says why what the job held can go at once.
 """
 
 from __future__ import annotations
@@ -15,10 +19,10 @@ from collections.abc import Mapping
 
 import torch
 
-from adaptercache import AdapterCache, CacheClosed, Caps, Digest, Lease, Request, prefix_keys
+from adaptercache import AdapterCache, CacheClosed, Caps, Digest, Lease, Request
 from serve_job import Finished, Job, Overloaded, Settings
 from serve_kv import Blocks, check_room
-from serve_runner import Runner
+from serve_runner import Launched, Runner, Work
 
 __all__ = ["Engine"]
 
@@ -30,7 +34,7 @@ class Engine:
 
     Args:
         cache: with a KV layout; made with ``on_revision=`` `republished` of the engine, or without.
-        runner: computes a step's rows.
+        runner: launches steps.
         settings: the limits.
 
     Raises:
@@ -43,7 +47,6 @@ class Engine:
         self.counts: Counter[str] = Counter()
         self.blocks = Blocks(cache)
         self._runner = runner
-        self._block_size = runner.block_size
         # Every request of the batch brings a token into a step, at the least.
         self._caps = Caps(adapters=settings.max_adapters, tokens=settings.max_running)
         check_room(cache, settings.max_adapters, settings.max_context)
@@ -53,6 +56,8 @@ class Engine:
         self._waiting: dict[str, Job] = {}  # in order of arrival
         self._preempted: deque[Job] = deque()  # in order of admission, before all who wait
         self._running: list[Job] = []  # in order of admission
+        self._leaving: list[Job] = []  # whose last token is under way
+        self._under_way: Launched | None = None
         self._names = itertools.count()
         self._news = threading.Event()
         self._door = threading.Lock()  # nobody comes in behind the last look
@@ -81,7 +86,7 @@ class Engine:
             job.name = f"r{next(self._names)}"
             # It takes its whole prompt's blocks when it is admitted; fewer after a prefix hit, but
             # that isn't known before its adapter's digest is.
-            job.request = Request(job.name, job.adapter_id, 1, self._pages_for(len(job.tokens)))
+            job.request = Request(job.name, job.adapter_id, 1, self.blocks.pages_of(job))
             self._arrived.append(job)
         self._news.set()
 
@@ -118,21 +123,17 @@ class Engine:
     # -- the engine's thread
 
     def step(self) -> bool:
-        """One step. False: there was nothing to compute."""
-        self._take_in()
-        self._admit()
-        work = self._schedule()
-        if not work:
-            return False
-        with self.cache.lora_batch(
-            [(job.lease, count) for job, count in work if job.lease is not None],
-            pad_to=self._runner.padded(work),
-        ) as lora:
-            chosen = self._runner(work, lora)
-        for (job, count), token in zip(work, chosen, strict=True):
-            self._advance(job, count, token)
-        self.counts["steps"] += 1
-        return True
+        """Launch one step, then read what the one before has chosen. False: there was neither."""
+        launched = None
+        try:
+            self._take_in()
+            self._admit()
+            if work := self._schedule():
+                launched = self._launch(work)
+        finally:  # whatever has become of this one, the tokens of the one before are good
+            has_read = self._read()
+            self._under_way = launched
+        return has_read or launched is not None
 
     def _take_in(self) -> None:
         while self._arrived:
@@ -145,7 +146,7 @@ class Engine:
             self.blocks.forget(self._superseded.popleft())
         while self._aborted:
             job = self._aborted.popleft()
-            if self._is_here(job):
+            if job.name in self._waiting or job.lease is not None:  # it hasn't ended
                 self.counts["aborted"] += 1
                 self._remove(job)
 
@@ -166,39 +167,28 @@ class Engine:
         for request, error in admission.failed:  # that request's own error, nobody else's
             self._waiting.pop(request.request_id).events.put(error)
         for request, lease in admission.admitted:
-            if not self._start(self._waiting[request.request_id], lease):
-                lease.release()  # it goes on waiting, at its old place
+            self._start(self._waiting[request.request_id], lease)
         self._make_room(admission.pages_wanted, admission.reasons)
 
     def _make_room(self, pages_wanted: int, reasons: Mapping[str, str]) -> None:
         """Idle KV goes for cold adapters, and for the first request that lacks pages."""
         first = next((name for name, why in reasons.items() if why == "kv_pages"), None)
         if first is not None:
-            pages_wanted = max(pages_wanted, self._pages_for(len(self._waiting[first].tokens)))
+            pages_wanted = max(pages_wanted, self.blocks.pages_of(self._waiting[first]))
         self.blocks.give_back(pages_wanted)
         self.counts.update(f"deferred_{why}" for why in reasons.values())
 
-    def _start(self, job: Job, lease: Lease) -> bool:
+    def _start(self, job: Job, lease: Lease) -> None:
         job.lease = lease
-        if not self._begin(job):
+        if self._begin(job):
+            self._running.append(self._waiting.pop(job.name))
+        else:  # it goes on waiting, at its old place
             job.lease = None
-            return False
-        self._running.append(self._waiting.pop(job.name))
-        return True
+            lease.release()
 
     def _begin(self, job: Job) -> bool:
-        """Give a job the blocks of its tokens: those that the prefix cache has, and new ones."""
-        assert job.lease is not None
-        job.keys = prefix_keys(job.tokens, block_size=self._block_size, adapter=job.lease.digest)
-        # At least one token is computed, for its logits.
-        found = self.blocks.match(job.keys[: (len(job.tokens) - 1) // self._block_size])
-        rest = self.blocks.allocate(self._pages_for(len(job.tokens)) - len(found))
-        if rest is None:
-            self.blocks.release(found)
+        if not self.blocks.begin(job):
             return False
-        job.pages = found + rest
-        job.computed = len(found) * self._block_size
-        job.cached = max(job.cached, job.computed if job.num_generated == 0 else 0)
         self.counts["prefix_hit_tokens"] += job.computed
         return True
 
@@ -216,12 +206,12 @@ class Engine:
         return work
 
     def _grow(self, job: Job) -> bool:
-        """A block for the next token; the youngest make way. False: it has made way itself."""
-        while job.pages and len(job.pages) < self._pages_for(len(job.tokens)):
+        """A block for the next token; the youngest make way. False: it has none any more."""
+        while job.pages and len(job.pages) < self.blocks.pages_of(job):
             block = self.blocks.allocate(1)
             if block is not None:
                 job.pages += block
-            else:
+            elif not self._read():  # first see who has ended: this job, perhaps
                 self._preempt(self._running[-1])
         return bool(job.pages)
 
@@ -234,20 +224,35 @@ class Engine:
         job.pages, job.computed = [], 0
         self.counts["preempted"] += 1
 
-    def _advance(self, job: Job, count: int, token: int) -> None:
-        """A job's ``count`` tokens are computed; ``token`` came out behind the last of them."""
-        assert job.lease is not None
-        digest, size = job.lease.digest, self._block_size
-        before, job.computed = job.computed // size, job.computed + count
-        for index in range(before, job.computed // size):
-            if index == len(job.keys):  # generated tokens: the chain of keys goes on
-                block = job.tokens[index * size : (index + 1) * size]
-                parent = job.keys[-1] if job.keys else None
-                job.keys += prefix_keys(block, block_size=size, adapter=digest, parent=parent)
-            self.blocks.publish(job.pages[index], job.keys[index], digest)
-        if job.num_pending:
-            return  # in the middle of its prompt
+    def _launch(self, work: Work) -> Launched:
+        with self.cache.lora_batch(
+            [(job.lease, count) for job, count in work if job.lease is not None],
+            pad_to=self._runner.padded(work),
+        ) as lora:
+            launched = self._runner(work, lora)
+        for job, count in work:
+            job.computed += count
+            job.unread += job in launched.rows  # else it is in the midst of its prompt
+            self.blocks.publish(job)
+            if job.is_complete:
+                self._running.remove(job)  # the next step has room for another
+                self._leaving.append(job)
+        self.counts["steps"] += 1
+        return launched
+
+    def _read(self) -> bool:
+        """What the step under way has chosen. False: there is none."""
+        step, self._under_way = self._under_way, None
+        for job, token in step.read() if step is not None else ():
+            if job.lease is not None:  # else it has ended meanwhile
+                self._advance(job, token)
+        return step is not None
+
+    def _advance(self, job: Job, token: int) -> None:
+        """``token`` is the next of the job's."""
+        job.unread -= 1
         job.tokens.append(token)
+        self.blocks.publish(job)  # it may have filled one, in the step that was launched since
         reason = "stop" if token in self.settings.end_tokens else None
         if reason is None:
             job.events.put(token)
@@ -260,22 +265,17 @@ class Engine:
     def _remove(self, job: Job) -> None:
         """From wherever it is; all that it holds is given back."""
         self._waiting.pop(job.name, None)
-        for place in (self._running, self._preempted):
+        for place in (self._running, self._leaving, self._preempted):
             if job in place:
                 place.remove(job)
         self.blocks.release(job.pages)
         job.pages = []
         if job.lease is not None:
             job.lease.release()
-
-    def _is_here(self, job: Job) -> bool:
-        return job.name in self._waiting or job in self._running or job in self._preempted
+            job.lease = None
 
     def _everybody(self) -> list[Job]:
-        return [*self._running, *self._preempted, *self._waiting.values()]
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+        return [*self._running, *self._leaving, *self._preempted, *self._waiting.values()]
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -286,6 +286,7 @@ class Engine:
                 if not self.step():
                     # A load that ends tells nobody; while somebody waits for one, look again.
                     self._news.wait(0.001 if self._everybody() else None)
+            self._read()
         except Exception as failure:
             log.exception("the engine has failed")
             error = failure

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import queue
+import random
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from adaptercache import Lease, Request
 
-__all__ = ["Finished", "Job", "Overloaded", "Settings"]
+__all__ = ["Finished", "Job", "Overloaded", "Sampling", "Settings"]
 
 
 NOBODYS = Request("")
@@ -37,10 +39,10 @@ class Settings:
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
         """Raises ValueError where a sequence of so many tokens can never run."""
-        if prompt < 1 or prompt + max_tokens > self.max_context:
+        if min(prompt, max_tokens) < 1 or prompt + max_tokens > self.max_context:
             raise ValueError(
-                f"{prompt} tokens of prompt and max_tokens {max_tokens}: at least 1, "
-                f"and together at most {self.max_context}"
+                f"{prompt} tokens of prompt and max_tokens {max_tokens}: each at least "
+                f"1, and together at most {self.max_context}"
             )
 
 
@@ -60,8 +62,10 @@ class Job:
     """One completion. The first four fields are the caller's, ``events`` is for both: each token
     as it comes, then `Finished`, or the exception that ended it. The rest is the engine's own.
 
-    ``tokens[:computed]`` have their keys and values in ``pages``; the others are pending, and the
-    last of them brings the next token.
+    The sequence is ``tokens``, and behind them those that steps under way choose, of which nobody
+    knows more yet than that they come (``unread``). The keys and values of the first ``computed``
+    are in ``pages``, or will be once these steps are over; the others are pending, and the last of
+    them brings the next token.
     """
 
     adapter_id: str | None
@@ -77,7 +81,9 @@ class Job:
     lease: Lease | None = None
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    published: int = 0  # blocks, from the first on, that others may have
     computed: int = 0
+    unread: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
@@ -87,23 +93,37 @@ class Job:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def length(self) -> int:
+        return len(self.tokens) + self.unread
+
+    @property
     def num_pending(self) -> int:
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its last token is chosen, or will be by a step under way."""
+        return self.length == self.prompt_tokens + self.max_tokens
 
 
 class Sampling:
-    """How the next token is chosen: greedily at temperature 0, else by a generator of its own, so
-    that a seed gives the same tokens whatever else is in the batch."""
+    """How the next token is chosen: greedily at temperature 0, else by numbers of its own, so that
+    a seed gives the same tokens whatever else is in the batch."""
 
     def __init__(self, temperature: float = 0.0, seed: int | None = None) -> None:
         self.temperature = temperature
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
+        self._random = random.Random(seed)
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """From ``logits [vocab]``."""
-        weights = torch.softmax(logits.cpu() / self.temperature, dim=0)
-        return int(torch.multinomial(weights, 1, generator=self._generator))
+    def draw(self) -> float:
+        """0 to 1, for one token: it takes no logits, so that these need not come to the host."""
+        return self._random.random()
+
+    @staticmethod
+    def choose(logits: Tensor, temperatures: Tensor, draws: Tensor) -> Tensor:
+        """The tokens ``int64 [n]`` of ``logits [n, vocab]``, where they are: of all probability,
+        laid out from 0 to 1, each draw hits one's. ``temperatures`` and ``draws`` are ``float64
+        [n]``: so near 0 a temperature is greedy."""
+        scores = logits - logits.amax(dim=1, keepdim=True)
+        ends = torch.softmax(scores / temperatures[:, None], dim=1).cumsum(dim=1)
+        found = torch.searchsorted(ends, draws[:, None] * ends[:, -1:], right=True)
+        return found[:, 0].clamp(max=logits.shape[1] - 1)

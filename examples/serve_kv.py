@@ -14,7 +14,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from adaptercache import AdapterCache, Digest, Tier
+from adaptercache import AdapterCache, Digest, Tier, prefix_keys
+from serve_job import Job
 
 __all__ = ["Blocks", "check_room"]
 
@@ -30,6 +31,7 @@ class Blocks:
     """The KV cache's blocks, by page id. Not thread-safe: the engine's thread has it to itself."""
 
     def __init__(self, cache: AdapterCache) -> None:
+        self._size: int = cache.kv_view(0).shape[2]
         self._pages = cache.pages
         self._blocks: dict[int, Block] = {}
         self._by_key: dict[bytes, int] = {}
@@ -39,7 +41,47 @@ class Blocks:
     def num_idle(self) -> int:
         return len(self._idle)
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
+    def pages_of(self, job: Job) -> int:
+        """How many its sequence takes."""
+        return -(-job.length // self._size)
+
+    def begin(self, job: Job) -> bool:
+        """Give a job the blocks of its tokens: those that somebody has computed before, and new
+        ones. False: not now."""
+        assert job.lease is not None
+        job.keys = prefix_keys(job.tokens, block_size=self._size, adapter=job.lease.digest)
+        # At least one token is computed, for its logits.
+        found = self._match(job.keys[: (len(job.tokens) - 1) // self._size])
+        rest = self.allocate(self.pages_of(job) - len(found))
+        if rest is None:
+            self.release(found)
+            return False
+        job.pages = found + rest
+        job.published = len(found)
+        job.computed = len(found) * self._size
+        if job.num_generated == 0:
+            job.cached = max(job.cached, job.computed)
+        return True
+
+    def publish(self, job: Job) -> None:
+        """Others may have its full blocks: those that are computed, as far as its tokens are known.
+        A step under way may still be writing to them; whoever reads them is launched behind it. If
+        an equal block is there already (two began alike in one step), this one stays private."""
+        assert job.lease is not None
+        digest, size = job.lease.digest, self._size
+        full = min(job.computed, len(job.tokens)) // size
+        for index in range(job.published, full):
+            if index == len(job.keys):  # generated tokens: the chain of keys goes on
+                tokens = job.tokens[index * size : (index + 1) * size]
+                parent = job.keys[-1] if job.keys else None
+                job.keys += prefix_keys(tokens, block_size=size, adapter=digest, parent=parent)
+            page, key = job.pages[index], job.keys[index]
+            if key not in self._by_key:
+                self._by_key[key] = page
+                self._blocks[page].key, self._blocks[page].digest = key, digest
+        job.published = full
+
+    def _match(self, keys: Sequence[bytes]) -> list[int]:
         """The longest run of blocks, from the first on, that somebody has computed before. They
         are the caller's, too, until `release`."""
         found: list[int] = []
@@ -62,13 +104,6 @@ class Blocks:
             return None
         self._blocks.update((page, Block()) for page in pages)
         return list(pages)
-
-    def publish(self, page: int, key: bytes, digest: Digest | None) -> None:
-        """The block is full and computed: others may have it. If an equal one is there already
-        (two began alike in one step), this one stays private."""
-        if key not in self._by_key:
-            self._by_key[key] = page
-            self._blocks[page].key, self._blocks[page].digest = key, digest
 
     def release(self, pages: Sequence[int]) -> None:
         """The caller's use of its blocks ends. Last block first, so that of a chain the end goes

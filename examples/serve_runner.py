@@ -1,4 +1,8 @@
-"""From a step's jobs to tensors, through the model, to the tokens that were chosen.
+"""From a step's jobs to tensors, through the model, to the tokens that it chooses.
+
+A step is only launched here. What it chooses stays on the GPU, where the step behind it finds it;
+a copy comes to the host, which `Launched.read` waits for. So the host can launch the next step
+without knowing any token of this one.
 
 On a GPU a step in which everybody decodes is a replay of a CUDA graph: launching a model's kernels
 one by one takes the CPU longer than the GPU takes to run them. A graph is captured for each number
@@ -12,7 +16,7 @@ wait for it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +25,10 @@ from torch import Tensor
 
 from adaptercache import AdapterCache
 from adaptercache.kernels import LoraBatch, rank_class_of
-from serve_job import Job
+from serve_job import Job, Sampling
 from serve_model import Group, PagedLlama, Rows
 
-__all__ = ["Runner"]
+__all__ = ["Launched", "Runner"]
 
 Work = Sequence[tuple[Job, int]]
 """Who computes how many tokens: those that decode first."""
@@ -38,17 +42,51 @@ class Captured:
     chosen: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way.
+
+    A job may end meanwhile, and give back what the step uses. No harm comes of it, for the step has
+    made all its launches:
+
+    - A block of its: keys and values of another sequence are written there by later launches, on
+      the same stream. An adapter's bytes come from other streams, behind the fence of the last step
+      that had begun when the block was freed, and this one had.
+    - Its adapter: the batch held it until the last launch; what is loaded into its pages or its
+      slot comes behind the fence that was recorded then (`adaptercache/tiers/streams.py`).
+    - A block that others share: its tokens are all known, so none that is thrown away is in it.
+    """
+
+    rows: Mapping[Job, int]  # the jobs whose next token comes out of it, and where
+    chosen: Tensor  # of each row, in CPU memory, once the event has come
+    event: torch.cuda.Event | None  # None: it has
+
+    def read(self) -> list[tuple[Job, int]]:
+        """Each job's next token. Here the host waits for the GPU."""
+        if self.event is not None:
+            self.event.synchronize()
+        chosen: list[int] = self.chosen.tolist()
+        return [(job, chosen[row]) for job, row in self.rows.items()]
+
+
 class Runner:
-    """Computes steps. Not thread-safe.
+    """Launches steps. Not thread-safe.
 
     Args:
         model: over the cache's arena.
         cache: for one page of its own, into which the padding rows of graphs write.
         max_context: tokens of a sequence at most.
+        max_running: jobs in a step at most.
     """
 
-    def __init__(self, model: PagedLlama, cache: AdapterCache, max_context: int) -> None:
+    def __init__(
+        self, model: PagedLlama, cache: AdapterCache, max_context: int, max_running: int
+    ) -> None:
         self.block_size = cache.kv_view(0).shape[2]
+        self._max_running = max_running
+        # What each row of the last step has chosen, or will, and whose token that is.
+        self._last = torch.zeros(max_running, dtype=torch.int64, device=model.device)
+        self._row_of: Mapping[Job, int] = {}
         self._model = model
         self._cache = cache
         self._max_blocks = -(-max_context // self.block_size)
@@ -60,16 +98,20 @@ class Runner:
         self._spares = array("q", pages * self._max_blocks)
 
     @property
-    def _has_graphs(self) -> bool:
+    def _on_gpu(self) -> bool:
         return bool(self._model.device.type == "cuda")
 
-    def capture(self, max_running: int) -> None:
-        """Capture the graphs of up to so many rows: call it once, before the first step."""
+    @property
+    def _has_graphs(self) -> bool:
+        return self._on_gpu
+
+    def capture(self) -> None:
+        """Capture the graphs: call it once, before the first step."""
         if not self._has_graphs:
             return
         ranks = range(1, self._cache.layout.max_rank + 1)
         rank_classes = [0, *sorted({rank_class_of(rank) for rank in ranks})]  # 0: no adapters
-        base, most = self._cache.acquire(None), _power_of_2(max_running)
+        base, most = self._cache.acquire(None), _power_of_2(self._max_running)
         for rows in (most >> halvings for halvings in range(most.bit_length())):
             for rank_class in rank_classes:
                 with self._cache.lora_batch([(base, rows)], rank_to=rank_class or None) as lora:
@@ -82,24 +124,47 @@ class Runner:
             return None
         return _power_of_2(len(work))
 
-    def __call__(self, work: Work, lora: LoraBatch) -> list[int]:
-        """The token that comes out behind each job's last row. Call inside the batch's block."""
+    def __call__(self, work: Work, lora: LoraBatch) -> Launched:
+        """Launch a step behind all before; nothing waits for the GPU. Call inside the batch's
+        block. The step before may be under way, none before that."""
         has_adapters = any(slot >= 0 for slot, _ in lora.segments)
         padded = self.padded(work)
         if padded is None:
             numbers = self._send(self._numbers(work))
             logits = self._model(self._rows(numbers, work), lora if has_adapters else None)
-            tokens = logits.argmax(dim=1)
+            chosen = logits.argmax(dim=1)
         else:
             captured = self._graphs[padded, lora.rank_class if has_adapters else 0]
             captured.numbers.copy_(self._numbers(work, padded), non_blocking=True)
             self._replay(captured, lora)
-            logits, tokens = captured.logits, captured.chosen
-        chosen: list[int] = tokens[: len(work)].tolist()  # here the host waits
-        for index, (job, _) in enumerate(work):
-            if job.sampling.temperature > 0:
-                chosen[index] = job.sampling.choose(logits[index])
-        return chosen
+            logits, chosen = captured.logits, captured.chosen
+        self._row_of = {job: row for row, (job, n) in enumerate(work) if n == job.num_pending}
+        self._sample(logits, chosen)
+        # Behind this step's own look into it, and before the next step writes where this one did.
+        self._last[: len(work)] = chosen[: len(work)]
+        return self._launched(len(work))
+
+    def _sample(self, logits: Tensor, chosen: Tensor) -> None:
+        """Choose for the jobs that aren't greedy."""
+        sampled = [
+            (row, job.sampling.temperature, job.sampling.draw())
+            for job, row in self._row_of.items()
+            if job.sampling.temperature > 0
+        ]
+        if sampled:
+            numbers = self._send(self._pinned(torch.tensor(sampled, dtype=torch.float64)))
+            rows, temperatures, draws = numbers.unbind(dim=1)
+            rows = rows.long()
+            chosen[rows] = Sampling.choose(logits[rows], temperatures, draws)
+
+    def _launched(self, rows: int) -> Launched:
+        """The step that was launched last, its tokens on their way to the host."""
+        chosen = torch.empty(rows, dtype=torch.int64, pin_memory=self._on_gpu)
+        chosen.copy_(self._last[:rows], non_blocking=True)
+        event = torch.cuda.Event() if self._on_gpu else None
+        if event is not None:
+            event.record()
+        return Launched(self._row_of, chosen, event)
 
     def close(self) -> None:
         self._graphs.clear()
@@ -111,7 +176,8 @@ class Runner:
         self._model(self._rows(numbers, (), rows), lora)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # All graphs share their memory: one runs at a time, and its logits are read at once.
+        # All graphs share their memory: one runs at a time, and what of its logits and tokens is
+        # wanted is taken by launches before the next one's.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         # "thread_local": the cache's threads go on allocating and copying meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -127,8 +193,11 @@ class Runner:
         a graph have ``padded`` rows; what is missing goes to the spare page."""
         tokens, positions, pages, offsets, last, tables = (array("q") for _ in range(6))
         for job, count in work:
+            if job.unread:  # where the token is in `_last`, counted from its end
+                tokens.append(self._row_of[job] - self._max_running)
+            else:
+                tokens.extend(job.tokens[job.computed : job.computed + count])
             for position in range(job.computed, job.computed + count):
-                tokens.append(job.tokens[position])
                 positions.append(position)
                 pages.append(job.pages[position // self.block_size])
                 offsets.append(position % self.block_size)
@@ -142,8 +211,7 @@ class Runner:
             last.append(row)
             tables.extend(self._spares)
         numbers = tokens + positions + pages + offsets + last + tables
-        found = torch.frombuffer(numbers, dtype=torch.int64)
-        return found.pin_memory() if self._model.device.type == "cuda" else found
+        return self._pinned(torch.frombuffer(numbers, dtype=torch.int64))
 
     def _rows(self, numbers: Tensor, work: Work, padded: int | None = None) -> Rows:
         """Views of the numbers of a step."""
@@ -152,6 +220,7 @@ class Runner:
         sizes = [rows, rows, rows, rows, jobs, jobs * self._max_blocks]
         tokens, positions, pages, offsets, last, tables = numbers.split(sizes)
         tables = tables.view(jobs, self._max_blocks)
+        tokens = torch.where(tokens < 0, self._last[tokens.clamp(max=-1)], tokens)
         if padded:
             groups = [Group(tables, positions[:, None])]
         else:
@@ -168,6 +237,10 @@ class Runner:
             its = tables[number : number + 1, : blocks[number]]
             yield Group(its, positions[None, row : row + count])
             row += count
+
+    def _pinned(self, numbers: Tensor) -> Tensor:
+        """In page-locked memory, which PyTorch gives to nobody else before copies are over."""
+        return numbers.pin_memory() if self._on_gpu else numbers
 
     def _send(self, numbers: Tensor) -> Tensor:
         return numbers.to(self._model.device, non_blocking=True)

@@ -262,7 +262,7 @@ def test_what_can_never_run_is_refused_at_once(world: World) -> None:
     with pytest.raises(ValueError, match="max_running 64: 1 to 32"):
         Settings(max_step_tokens=32)
     with world.engine(pages=600, max_context=64, max_waiting=2) as engine:
-        for prompt, count in (([], 4), ([1] * 61, 4)):
+        for prompt, count in (([], 4), ([1] * 61, 4), ([1], 0)):
             with pytest.raises(ValueError, match="at most 64"):
                 ask(engine, None, prompt, count)
         overloaded = 0
