@@ -22,7 +22,8 @@ import torch
 from adaptercache import AdapterCache, CacheClosed, Caps, Digest, Lease, Request
 from serve_job import Finished, Job, Overloaded, Settings
 from serve_kv import Blocks, check_room
-from serve_runner import Launched, Runner, Work
+from serve_runner import Launched, Runner
+from serve_shape import Work
 
 __all__ = ["Engine"]
 
