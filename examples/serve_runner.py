@@ -82,7 +82,9 @@ class Runner:
         # for one step runs at a time, and what of them is wanted is taken before the next one's.
         most = max(sum(shape.sizes) for shape in self._limits.shapes())
         self._numbers = torch.zeros(most, dtype=torch.int64, device=model.device)
-        self._logits = torch.zeros(self._max_running, model.vocab_size, device=model.device)
+        self._logits = torch.zeros(
+            self._max_running, model.vocab_size, dtype=torch.float32, device=model.device
+        )
         # What each job of the last step has chosen, or will, and whose token that is.
         self._last = torch.zeros(self._max_running, dtype=torch.int64, device=model.device)
         self._row_of: Mapping[Job, int] = {}
