@@ -226,10 +226,8 @@ class Engine:
         self.counts["preempted"] += 1
 
     def _launch(self, work: Work) -> Launched:
-        with self.cache.lora_batch(
-            [(job.lease, count) for job, count in work if job.lease is not None],
-            pad_to=self._runner.padded(work),
-        ) as lora:
+        pairs = [(job.lease, count) for job, count in work if job.lease is not None]
+        with self.cache.lora_batch(pairs, pad_to=self._runner.padded(work)) as lora:
             launched = self._runner(work, lora)
         for job, count in work:
             job.computed += count
