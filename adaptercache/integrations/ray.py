@@ -138,7 +138,7 @@ class AdapterReplica:
         """
         ports = list(ports)
         for port in ports:
-            if not isinstance(port, int) or not 0 <= port <= 65535:
+            if port not in range(1 << 16):
                 raise ValueError(f"port {port!r}: a whole number from 0 to 65535")
         collector = PrometheusCollector(self.cache)
         REGISTRY.register(collector)
