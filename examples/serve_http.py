@@ -47,6 +47,10 @@ class Service(NamedTuple):
     registry: CollectorRegistry
 
 
+class EngineFailed(Exception):
+    """A step broke. Whatever it was is neither the connection's error nor the request's."""
+
+
 def status_of(error: Exception) -> tuple[HTTPStatus, str]:
     """The HTTP status of whatever may go wrong, and OpenAI's type of it."""
     match error:
@@ -177,8 +181,10 @@ class Handler(BaseHTTPRequestHandler):
                 event = job.events.get(timeout=LOOK_S)
             except queue.Empty:
                 continue
-            if isinstance(event, Exception):
+            if isinstance(event, AdapterCacheError):
                 raise event
+            if isinstance(event, Exception):
+                raise EngineFailed(str(event)) from event
             return event
 
     def _has_gone(self) -> bool:

@@ -195,6 +195,37 @@ def test_a_closed_engine_is_503(world: World) -> None:
 # -- the command
 
 
+@pytest.mark.parametrize("error", [OSError, ConnectionResetError, TimeoutError, ValueError])
+def test_what_breaks_a_step_is_not_taken_for_the_client(
+    world: World, error: type[Exception]
+) -> None:
+    """Nor for its request: whatever it is, all are told, and nobody by half an answer."""
+    with served(world, pages=600) as (client, engine):
+        runner, go_on = engine._runner, threading.Event()
+
+        class Breaks:
+            padded, close = runner.padded, runner.close
+
+            def __call__(self, work: Any, lora: Any) -> Any:
+                if go_on.is_set():
+                    raise error("no space left")
+                return runner(work, lora)
+
+        engine._runner = Breaks()
+        answers: list[Any] = []
+        whole = threading.Thread(target=lambda: answers.append(client.complete("base", [2], 250)))
+        whole.start()
+        events = client.stream("base", [1], 250)
+        next(events)
+        assert settle(lambda: engine.num_running == 2)
+        go_on.set()
+        *_, last = events
+        assert last == {"error": {"message": "no space left", "type": "server_error"}}
+        whole.join()
+        ((status, answer),) = answers
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+
+
 def test_the_command_serves_and_ends_at_sigterm(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0", "--count", "5"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
