@@ -189,8 +189,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _has_gone(self) -> bool:
         """Whether the connection was ended from the other side; no client says more than it has."""
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        looks = select.poll()  # for any number of connections
+        looks.register(self.connection, select.POLLIN)
+        return bool(looks.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _answer(self, completion: Completion, job: Job, event: int | Finished) -> None:
         tokens: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,21 @@ def test_a_client_that_goes_away_ends_its_request(world: World) -> None:
         events.close()
         client.leave("adapter-01", [1], 400)
         assert settle(lambda: engine.counts["aborted"] == 2), engine.counts
+
+
+def test_clients_beyond_the_1024th_file_are_served(world: World) -> None:
+    """`select.select` knows no file of a higher number."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if -1 < before[1] < 2048:
+        pytest.skip("the system allows no more files")
+    with served(world, pages=600) as (client, _), ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, before[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        while (number := os.dup(0)) < 1100:
+            stack.callback(os.close, number)
+        stack.callback(os.close, number)
+        status, answer = client.complete("base", [1], 2)
+        assert (status, tokens_of(answer)) == (200, world.expected(None, [1], 2))
 
 
 def test_a_closed_engine_is_503(world: World) -> None:
