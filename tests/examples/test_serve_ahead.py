@@ -410,7 +410,7 @@ def test_closing_reads_the_step_under_way(world: World, stepped: Stepped) -> Non
         assert isinstance(error, CacheClosed)
 
 
-SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))]
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
