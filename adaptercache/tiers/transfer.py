@@ -180,13 +180,13 @@ def _chunk_by_chunk(
     pieces: Callable[[], Iterable[Tensor]],
     after: int,
 ) -> Iterator[Landed]:
-    """No method: it is never exhausted, and would hold its transfer, and so the arena, until
+    """No method: where it is not exhausted it would hold its transfer, and so the arena, until
     garbage is collected. The pieces are asked for with the first chunk."""
     yield from way.queue(slot, spec, pages, pieces(), after)
 
 
 @lru_cache(maxsize=256)
-def _ends_of_layers(layout: LoraLayout, ranks: tuple[int, ...]) -> list[int]:
+def _ends_of_layers(layout: LoraLayout, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Where in the vector each layer's last matrix ends; the one before's where it has none.
 
     Kept, because a step waits for it, and adapters of one kind have the same ranks.
@@ -196,7 +196,7 @@ def _ends_of_layers(layout: LoraLayout, ranks: tuple[int, ...]) -> list[int]:
         if rank:
             end = start + align(rank * site.in_features) + align(rank * site.out_features)
             ends[site.layer] = max(ends[site.layer], end)
-    return list(accumulate(ends, max))
+    return tuple(accumulate(ends, max))
 
 
 class Arrivals:
