@@ -16,7 +16,9 @@ load gets its own copy, so that no traceback is shared between threads.
 
 from __future__ import annotations
 
+import inspect
 import traceback
+from types import FrameType
 
 __all__ = [
     "AdapterCacheError",
@@ -161,8 +163,12 @@ def as_load_error(error: BaseException, adapter_id: str | None = None) -> Adapte
     return failed
 
 
+_MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
 def forget_locals(error: BaseException) -> None:
-    """Let go of what the frames of a failure hold (buffers, tensors): errors are remembered."""
+    """Let go of what the frames of a failure hold (buffers, tensors): errors are remembered. Also
+    of what frames of ours hold that called those, where it was caught on its way."""
     seen: set[int] = set()
     chain: list[BaseException | None] = [error]
     while chain:
@@ -170,7 +176,28 @@ def forget_locals(error: BaseException) -> None:
         if link is not None and id(link) not in seen:
             seen.add(id(link))
             traceback.clear_frames(link.__traceback__)
+            before: FrameType | None = None
+            for frame, _ in traceback.walk_tb(link.__traceback__):
+                if frame.f_back is not before:
+                    _clear_callers(frame)
+                before = frame
             chain += [link.__cause__, link.__context__]
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _clear_callers(frame: FrameType) -> None:
+    while frame.f_back is not None and _is_ours(frame.f_back):
+        frame = frame.f_back
+        if frame.f_code.co_flags & _MAY_GO_ON:
+            continue
+        try:
+            frame.clear()
+        except RuntimeError:  # it runs, and so do those that called it
+            return
 
 
 class CapacityError(AdapterCacheError):

@@ -34,9 +34,14 @@ class Adapters:
     def __init__(self, layout: LoraLayout, wanted: argparse.Namespace) -> None:
         shape: dict[str, Any] = {"rank": wanted.rank, "targets": ALL_LINEAR}
         shape["dtype"] = getattr(torch, layout.dtype)
+        tensors, config = random_adapter(layout.base, **shape)
+        # All differ, and none takes the time of drawing it.
         self.all = {
-            f"adapter-{seed}": random_adapter(layout.base, seed=seed, **shape)
-            for seed in range(wanted.adapters)
+            f"adapter-{number}": (
+                {name: tensor.roll(number, dims=0) for name, tensor in tensors.items()},
+                config,
+            )
+            for number in range(wanted.adapters)
         }
         self._files = {
             name: {

@@ -53,7 +53,7 @@ from serving_world import (
 ROWS = 64
 DISTINCT = (0, 1, 8, 32, 64)
 LOAD = 0.7
-LOADING_S = 150.0  # for the adapters to come into CPU memory; those that have count
+LOADING_S = 240.0  # for the adapters to come into CPU memory; those that have count
 
 Cases = dict[str, dict[str, Any]]
 

@@ -95,7 +95,8 @@ def compile_ahead(rows: Sequence[int], arena_rows: Sequence[int] = (32,)) -> thr
 
     def compile_them() -> None:
         for each in arena_rows:
-            compile_all([(case, RULE) for case in cases], each)
+            for wrong in compile_all([(case, RULE) for case in cases], each):
+                print(f"not compiled ahead: {wrong}", flush=True)
 
     thread = threading.Thread(target=compile_them)
     thread.start()

@@ -167,6 +167,8 @@ class Engine:
         )
         for request, error in admission.failed:  # that request's own error, nobody else's
             self._waiting.pop(request.request_id).events.put(error)
+        for request, lease in admission.admitted:  # all, before one fails to begin
+            self._waiting[request.request_id].lease = lease
         for request, lease in admission.admitted:
             self._start(self._waiting[request.request_id], lease)
         self._make_room(admission.pages_wanted, admission.reasons)
@@ -180,7 +182,6 @@ class Engine:
         self.counts.update(f"deferred_{why}" for why in reasons.values())
 
     def _start(self, job: Job, lease: Lease) -> None:
-        job.lease = lease
         if self._begin(job):
             self._running.append(self._waiting.pop(job.name))
         else:  # it goes on waiting, at its old place
@@ -188,10 +189,9 @@ class Engine:
             lease.release()
 
     def _begin(self, job: Job) -> bool:
-        if not self.blocks.begin(job):
-            return False
-        self.counts["prefix_hit_tokens"] += job.computed
-        return True
+        has_begun = self.blocks.begin(job)
+        self.counts["prefix_hit_tokens"] += job.computed  # 0 where it has not
+        return has_begun
 
     def _schedule(self) -> list[tuple[Job, int]]:
         """Who computes how many tokens: one for each that decodes, then chunks of prompts, until

@@ -47,6 +47,10 @@ class Service(NamedTuple):
     registry: CollectorRegistry
 
 
+class EngineFailed(Exception):
+    """A step broke. Whatever it was is neither the connection's error nor the request's."""
+
+
 def status_of(error: Exception) -> tuple[HTTPStatus, str]:
     """The HTTP status of whatever may go wrong, and OpenAI's type of it."""
     match error:
@@ -177,14 +181,17 @@ class Handler(BaseHTTPRequestHandler):
                 event = job.events.get(timeout=LOOK_S)
             except queue.Empty:
                 continue
-            if isinstance(event, Exception):
+            if isinstance(event, AdapterCacheError):
                 raise event
+            if isinstance(event, Exception):
+                raise EngineFailed(str(event)) from event
             return event
 
     def _has_gone(self) -> bool:
         """Whether the connection was ended from the other side; no client says more than it has."""
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        looks = select.poll()  # for any number of connections
+        looks.register(self.connection, select.POLLIN)
+        return bool(looks.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _answer(self, completion: Completion, job: Job, event: int | Finished) -> None:
         tokens: list[int] = []

@@ -127,19 +127,30 @@ class AdapterReplica:
         the metrics of ``self.cache`` in it, as long as the process lives. Call it once.
 
         Replicas of one machine are given the same ports: which one gets which is nobody's business.
+        0 stands for any that is free.
 
         Returns:
-            The port; None where none can be had, which is logged: requests are served all the same.
+            The port; None where none can be had, which is logged: requests are served all the same,
+            and it may be called again.
+
+        Raises:
+            ValueError: what is no port, or a second cache in one registry. Nothing was opened.
         """
-        REGISTRY.register(PrometheusCollector(self.cache))
+        ports = list(ports)
+        for port in ports:
+            if port not in range(1 << 16):
+                raise ValueError(f"port {port!r}: a whole number from 0 to 65535")
+        collector = PrometheusCollector(self.cache)
+        REGISTRY.register(collector)
         reason: OSError | str = "none was given"
         for port in ports:
             try:
-                start_http_server(port, host)
+                server, _ = start_http_server(port, host)
             except OSError as error:
                 reason = error
             else:
-                log.info("metrics are on port %d", port)
-                return port
+                log.info("metrics are on port %d", server.server_port)
+                return server.server_port
+        REGISTRY.unregister(collector)  # it would keep the cache
         log.warning("no port for metrics: %s", reason)
         return None

@@ -46,6 +46,7 @@ def bgmv_shrink(
     DOT_BK: tl.constexpr,
     STAGES: tl.constexpr,
     ALL_SINGLES: tl.constexpr,
+    FROM_L2: tl.constexpr,
     VECTOR: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -59,7 +60,7 @@ def bgmv_shrink(
         tl.extra.cuda.gdc_launch_dependents()
     GROUP_SPLITS: tl.constexpr = (K + GROUP_BK - 1) // GROUP_BK
     CHUNKS: tl.constexpr = M * RANK // 16
-    groups, over32, over16, up_to16, from16, from_others = counts(work, ALL_SINGLES)
+    groups, over32, over16, up_to16, from16, from_others = counts(work, ALL_SINGLES, FROM_L2)
     of_groups = groups * (GROUP_SPLITS * CHUNKS)
     programs = tl.num_programs(0)
     for unit in range(tl.program_id(0), of_groups, programs):
@@ -121,6 +122,7 @@ def bgmv_expand(
     BN: tl.constexpr,
     GROUP_BN: tl.constexpr,
     ALL_SINGLES: tl.constexpr,
+    FROM_L2: tl.constexpr,
     VECTOR: tl.constexpr,
     IN_RUNS: tl.constexpr,
     PAGE_ELEMS: tl.constexpr,
@@ -138,7 +140,7 @@ def bgmv_expand(
     G1: tl.constexpr = (N1 + GROUP_BN - 1) // GROUP_BN
     GROUP_BLOCKS: tl.constexpr = G0 + G1 + (N2 + GROUP_BN - 1) // GROUP_BN
     # Of the groups' blocks, programs take runs, so that one reads a group's x Aᵀ but once.
-    groups, over32, over16, up_to16, from16, from_others = counts(work, ALL_SINGLES)
+    groups, over32, over16, up_to16, from16, from_others = counts(work, ALL_SINGLES, FROM_L2)
     of_groups = groups * GROUP_BLOCKS
     unit, end, _ = share_of(of_groups, tl.program_id(0), tl.num_programs(0), True)
     while unit < end:

@@ -18,15 +18,22 @@ __all__ = ["counts", "expand_singles", "shrink_singles"]
 
 
 @triton.jit
-def counts(work, ALL_SINGLES: tl.constexpr):
+def counts(work, ALL_SINGLES: tl.constexpr, FROM_L2: tl.constexpr):
     """How many groups; how many singles of ranks over 32, over 16, and the others; and where the
-    second and the third kind begin among the tokens. With ALL_SINGLES, no token is of a group."""
+    second and the third kind begin among the tokens. With ALL_SINGLES, or where the sum of the
+    tokens' ranks is at most FROM_L2, no token is of a group."""
     groups = tl.load(work)  # all are read at once
     over32, over16, up_to16 = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
     all32, all16, all_others = tl.load(work + 4), tl.load(work + 5), tl.load(work + 6)
     if ALL_SINGLES:
         groups = 0
         over32, over16, up_to16 = all32, all16, all_others
+    else:
+        alone = tl.load(work + 7) <= FROM_L2
+        groups = tl.where(alone, 0, groups)
+        over32 = tl.where(alone, all32, over32)
+        over16 = tl.where(alone, all16, over16)
+        up_to16 = tl.where(alone, all_others, up_to16)
     return groups, over32, over16, up_to16, all32, all32 + all16
 
 

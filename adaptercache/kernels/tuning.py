@@ -37,7 +37,8 @@ SHARED_BYTES = 160 << 10
 class Bgmv:
     """``bk``, ``bn``: columns of A and of Bᵀ a program, for a single; ``group_…``, for a group.
     ``dot_bk``: at once on the tensor cores. ``in_runs``: an expand's program does blocks side by
-    side. ``all_singles``: groups are not used. ``…_words``: that a thread keeps at most."""
+    side. ``all_singles``: groups are not used; else, where the sum of the tokens' ranks is at most
+    ``from_l2``, neither. ``…_words``: that a thread keeps at most."""
 
     bk: int
     group_bk: int
@@ -50,6 +51,7 @@ class Bgmv:
     expand_stages: int
     in_runs: bool
     all_singles: bool
+    from_l2: int
     shrink_words: int | None
     expand_words: int | None
 
@@ -130,6 +132,7 @@ def bgmv_blocks(
         expand_stages=2 if rank_class <= 16 else 1,
         in_runs=rank_class <= 16,
         all_singles=all_singles,
+        from_l2=FROM_L2 // (len(out_features) * in_features + sum(out_features)),
         shrink_words={16: 96, 64: 128}.get(rank_class) if bk == 512 and itemsize == 2 else None,
         expand_words={16: 112, 64: 160}.get(rank_class) if itemsize == 2 else None,
     )

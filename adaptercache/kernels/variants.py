@@ -92,7 +92,7 @@ def _bgmv_pair(
     shrink = {
         **{"K": k, "M": len(widths), "RANK": rank_class, "BK": blocks.bk, **paged},
         **{"GROUP_BK": blocks.group_bk, "DOT_BK": blocks.dot_bk, "STAGES": blocks.shrink_stages},
-        **{"ALL_SINGLES": blocks.all_singles, "ROOM": room},
+        **{"ALL_SINGLES": blocks.all_singles, "FROM_L2": blocks.from_l2, "ROOM": room},
         "VECTOR": _vector(16, blocks.bk, blocks.shrink_warps),
     }
     expand = {
@@ -100,7 +100,8 @@ def _bgmv_pair(
         **{"SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits)},
         **{"ROOM": room, "BN": blocks.bn, "GROUP_BN": blocks.group_bn},
         **{"VECTOR": _vector(rank_class, blocks.bn, blocks.expand_warps)},
-        **{"ALL_SINGLES": blocks.all_singles, "IN_RUNS": blocks.in_runs},
+        **{"ALL_SINGLES": blocks.all_singles, "FROM_L2": blocks.from_l2},
+        **{"IN_RUNS": blocks.in_runs},
         **{"STAGES": blocks.expand_stages},
     }
     return Pair(

@@ -5,7 +5,8 @@
 - the number of groups;
 - three numbers of singles: with adapters of ranks over 32, of 17 to 32, and the others;
 - three numbers of tokens, likewise;
-- a number that means nothing;
+- the sum of the tokens' ranks (each 16 at least, as tiles have), which tells how much the L2 would
+  serve if none were in groups;
 - of each group its slot;
 - of each group its tokens, −1 after the last;
 - of each token its slot, and
@@ -114,13 +115,15 @@ class WorkShape:
         """
         tile, few = self.tile, FEW if self.is_small else 1
         by_rank = (_Tokens(), _Tokens(), _Tokens())
+        sum_of_ranks = 0
         over32, over16, up_to16 = by_rank
         its = up_to16
         groups: list[int] = []
         tokens = array("i")
         for slot, rows in rows_by_slot(segments).items():
+            rank = ranks.get(slot, rank_class)
+            sum_of_ranks += max(rank, 16) * len(rows)
             if rank_class > 16:
-                rank = ranks.get(slot, rank_class)
                 its = over32 if rank > 32 else over16 if rank > 16 else up_to16
             count = len(rows)
             alone = count % tile
@@ -141,7 +144,7 @@ class WorkShape:
             tokens.extend(_NONE[: -grouped % tile])
         singles = [len(each.slots) for each in by_rank]
         all_tokens = [len(each.slots) + len(each.grouped_slots) for each in by_rank]
-        numbers = array("i", (len(groups), *singles, *all_tokens, 0))
+        numbers = array("i", (len(groups), *singles, *all_tokens, sum_of_ranks))
         _extend(numbers, groups, self.max_groups)
         _extend(numbers, tokens, self.max_groups * tile)
         if self.is_small:

@@ -81,7 +81,10 @@ def open_source(source: str | os.PathLike[str] | Source) -> Source:
         return S3Source(str(source))
     if separator and scheme != "file":
         raise ValueError(f"no source for {scheme}://; give a directory, or a Source of your own")
-    return DirectorySource(str(source).removeprefix("file://"))
+    root = str(source).removeprefix("file://")
+    if not root:  # the working directory, which nobody meant
+        raise ValueError(f"source {str(source)!r} names no directory")
+    return DirectorySource(root)
 
 
 class DirectorySource:
@@ -94,7 +97,7 @@ class DirectorySource:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = Path(root).resolve()
+        self._root = Path(os.path.realpath(root))  # Path.resolve raises where links go in a circle
         self.name = f"file://{self._root}"
         self._check_root()
 

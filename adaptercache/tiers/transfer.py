@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from adaptercache.errors import AdapterCacheError, LoadFailed
+from adaptercache.errors import AdapterCacheError, LoadFailed, forget_locals
 from adaptercache.layout import LoraLayout, align
 from adaptercache.packing import VectorSpec
 from adaptercache.tiers.streams import Streams
@@ -43,9 +43,13 @@ class Transfer:
         pieces: Callable[[], Iterable[Tensor]],
         after: int,
     ) -> None:
-        self._streams, self._way = streams, way
+        self._streams = streams
         self._spec, self._after = spec, after
         self._chunks = way.chunks(len(pages))
+        # Not the way itself, which has the arena: errors are kept, and their frames have us.
+        self._lock, self._turn = way.lock, way.turn
+        self._layout, self._shape = way.stack.layout, way.stack.shape
+        self._device = way.stack.device
         self._queueing = _chunk_by_chunk(way, slot, spec, tuple(pages), pieces, after)
         self._led: threading.Event | None = None
         self._landed: list[Landed] = []  # of each chunk that was queued
@@ -54,7 +58,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """Of the vector."""
-        return self._spec.elements * self._way.stack.shape.itemsize
+        return self._spec.elements * self._shape.itemsize
 
     def arrived(self, nbytes: int) -> None:
         """So many bytes, from the vector's beginning on, are in CPU memory by now: queue copies of
@@ -65,7 +69,7 @@ class Transfer:
         """
         if not self._streams.have_ended(self._after):
             return
-        ends, elements = self._ends_of_chunks(), nbytes // self._way.stack.shape.itemsize
+        ends, elements = self._ends_of_chunks(), nbytes // self._shape.itemsize
         ready = len(ends) if nbytes >= self.nbytes else bisect_right(ends, elements)
         for chunk in range(len(self._landed), ready):
             self._queue(chunk)
@@ -75,6 +79,8 @@ class Transfer:
         be given up."""
         if self._landed or self._error is not None:
             self._streams.drain()
+        with self._lock:
+            self._queueing = iter(())
 
     def run(self) -> None:
         """Wait for its turn, queue all copies, and wait until the bytes are in place.
@@ -93,27 +99,31 @@ class Transfer:
             if self._landed and (last := self._landed[-1]) is not None:
                 last.synchronize()
         except BaseException as error:
-            with self._way.lock:  # a step that waits queues nothing more
+            with self._lock:  # a step that waits queues nothing more
                 self._error = self._error or error
+                self._queueing = iter(())
             self._streams.drain()  # the pages go to others now
             raise
 
     def begin(self) -> None:
         """Queue all copies, after those of the transfers that began before. Waits for nothing on
         the GPU; what goes wrong is told to `run` and `wait`."""
-        with self._way.turn:
+        with self._turn:
             for chunk in range(len(self._chunks)):
                 self._queue(chunk)
 
     def _queue(self, chunk: int) -> None:
         """Queue copies up to this chunk, unless that is done. One chunk of one transfer at a time,
         by whichever thread comes to it."""
-        with self._way.lock:
+        with self._lock:
             try:
                 while len(self._landed) <= chunk and self._error is None:
                     self._landed.append(next(self._queueing))
+                if len(self._landed) == len(self._chunks):
+                    self._queueing = iter(())
             except BaseException as error:  # whoever else wants it is told
                 self._error = error
+                forget_locals(error)
                 if not isinstance(error, Exception):
                     raise  # an interrupt is this thread's
 
@@ -148,17 +158,17 @@ class Transfer:
                 raise error
             raise LoadFailed("the adapter's copy to the GPU failed under a step") from error
         if (event := self._landed[chunk]) is not None:
-            torch.cuda.current_stream(self._way.stack.device).wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def chunks_of_layers(self) -> list[int]:
         """For each layer, the last chunk that it needs: with it and those before, all layers up to
         this one are in place. (The table's row comes with the first.)"""
-        ends, layout = self._ends_of_chunks(), self._way.stack.layout
+        ends, layout = self._ends_of_chunks(), self._layout
         return [bisect_left(ends, end) for end in _ends_of_layers(layout, self._spec.ranks)]
 
     def _ends_of_chunks(self) -> list[int]:
         """In elements; the last one's may be behind the vector's."""
-        shape = self._way.stack.shape
+        shape = self._shape
         return [(first + count) * shape.rows * shape.page_elems for first, count in self._chunks]
 
 
@@ -170,13 +180,13 @@ def _chunk_by_chunk(
     pieces: Callable[[], Iterable[Tensor]],
     after: int,
 ) -> Iterator[Landed]:
-    """No method: it is never exhausted, and would hold its transfer, and so the arena, until
+    """No method: where it is not exhausted it would hold its transfer, and so the arena, until
     garbage is collected. The pieces are asked for with the first chunk."""
     yield from way.queue(slot, spec, pages, pieces(), after)
 
 
 @lru_cache(maxsize=256)
-def _ends_of_layers(layout: LoraLayout, ranks: tuple[int, ...]) -> list[int]:
+def _ends_of_layers(layout: LoraLayout, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Where in the vector each layer's last matrix ends; the one before's where it has none.
 
     Kept, because a step waits for it, and adapters of one kind have the same ranks.
@@ -186,7 +196,7 @@ def _ends_of_layers(layout: LoraLayout, ranks: tuple[int, ...]) -> list[int]:
         if rank:
             end = start + align(rank * site.in_features) + align(rank * site.out_features)
             ends[site.layer] = max(ends[site.layer], end)
-    return list(accumulate(ends, max))
+    return tuple(accumulate(ends, max))
 
 
 class Arrivals:

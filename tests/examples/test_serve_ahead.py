@@ -376,6 +376,27 @@ def test_a_step_that_fails_loses_no_token_of_the_one_before(world: World, steppe
             ask(engine, None, [1], 4)
 
 
+@pytest.mark.parametrize("call", range(3))
+def test_an_admission_that_fails_half_way_gives_all_leases_back(
+    world: World, stepped: Stepped, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What clients are told keeps the frames that it came through."""
+    with stepped(world, world.ids[:3]) as engine:
+        begin, calls = engine.blocks.begin, itertools.count()
+
+        def breaks(job: Job) -> bool:
+            if next(calls) == call:
+                raise MemoryError("broken")
+            return bool(begin(job))
+
+        monkeypatch.setattr(engine.blocks, "begin", breaks)
+        jobs = [ask(engine, adapter_id, [1], 4) for adapter_id in world.ids[:3]]
+        engine._run()
+        told = [events_of(job) for job in jobs]
+        assert all(isinstance(events[-1], MemoryError) for events in told)
+        assert engine.cache.stats().leases == 0
+
+
 def test_closing_reads_the_step_under_way(world: World, stepped: Stepped) -> None:
     with stepped(world) as engine:
         done, cut = ask(engine, None, [1], 3), ask(engine, None, [2], 9)
@@ -389,7 +410,10 @@ def test_closing_reads_the_step_under_way(world: World, stepped: Stepped) -> Non
         assert isinstance(error, CacheClosed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_happens_while_steps_are_under_way(
     world: World, stepped: Stepped, seed: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,21 @@ def test_a_client_that_goes_away_ends_its_request(world: World) -> None:
         assert settle(lambda: engine.counts["aborted"] == 2), engine.counts
 
 
+def test_clients_beyond_the_1024th_file_are_served(world: World) -> None:
+    """`select.select` knows no file of a higher number."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if -1 < before[1] < 2048:
+        pytest.skip("the system allows no more files")
+    with served(world, pages=600) as (client, _), ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, before[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        while (number := os.dup(0)) < 1100:
+            stack.callback(os.close, number)
+        stack.callback(os.close, number)
+        status, answer = client.complete("base", [1], 2)
+        assert (status, tokens_of(answer)) == (200, world.expected(None, [1], 2))
+
+
 def test_a_closed_engine_is_503(world: World) -> None:
     with served(world, pages=600) as (client, engine):
         engine.close()
@@ -193,6 +210,37 @@ def test_a_closed_engine_is_503(world: World) -> None:
 
 
 # -- the command
+
+
+@pytest.mark.parametrize("error", [OSError, ConnectionResetError, TimeoutError, ValueError])
+def test_what_breaks_a_step_is_not_taken_for_the_client(
+    world: World, error: type[Exception]
+) -> None:
+    """Nor for its request: whatever it is, all are told, and nobody by half an answer."""
+    with served(world, pages=600) as (client, engine):
+        runner, go_on = engine._runner, threading.Event()
+
+        class Breaks:
+            padded, close = runner.padded, runner.close
+
+            def __call__(self, work: Any, lora: Any) -> Any:
+                if go_on.is_set():
+                    raise error("no space left")
+                return runner(work, lora)
+
+        engine._runner = Breaks()
+        answers: list[Any] = []
+        whole = threading.Thread(target=lambda: answers.append(client.complete("base", [2], 250)))
+        whole.start()
+        events = client.stream("base", [1], 250)
+        next(events)
+        assert settle(lambda: engine.num_running == 2)
+        go_on.set()
+        *_, last = events
+        assert last == {"error": {"message": "no space left", "type": "server_error"}}
+        whole.join()
+        ((status, answer),) = answers
+        assert (status, answer["error"]["type"]) == (500, "server_error")
 
 
 def test_the_command_serves_and_ends_at_sigterm(tmp_path: Path) -> None:

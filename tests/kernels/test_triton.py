@@ -6,6 +6,7 @@ order; all that no adapter owns is NaN.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from adaptercache.base_model import BaseModel
-from adaptercache.kernels import LoraBatch, LoraStack, add_lora
+from adaptercache.kernels import LoraBatch, LoraStack, add_lora, tuning, variants
 from adaptercache.kernels.launch import add_lora_triton
 from adaptercache.kernels.segments import rank_class_of
 from adaptercache.layout import ArenaShape, LoraLayout
@@ -133,6 +134,17 @@ def check(
         untouched = [row for row, slot in enumerate(slots) if slot < 0]
         assert not got[untouched].any()
     assert not whole[:, sum(widths) :].any()
+
+
+@pytest.fixture(params=["singles", "groups"], autouse=True)
+def shared_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Tokens that share an adapter, over 16 rows: as small as widths are here, the L2 would serve
+    all of them as singles."""
+    if request.param == "groups":
+        monkeypatch.setattr(tuning, "FROM_L2", 0)
+    variants._bgmv_pair.cache_clear()
+    yield request.param
+    variants._bgmv_pair.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -282,3 +294,19 @@ def test_a_graph_captured_once_serves_other_batches() -> None:
         want, magnitude = (torch.cat(each, dim=1) for each in zip(*wanted, strict=True))
         error = ((y.double().cpu() - want).abs() / magnitude.clamp(min=1e-9)).max()
         assert error <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("sums_up_to", [40 * 17, 40 * 17 - 1], ids=["singles", "groups"])
+def test_ranks_decide_and_not_their_class_whether_tokens_that_share_are_grouped(
+    shared_by: str, sums_up_to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 tokens of rank 17, in rank class 64: the L2 has 17 rows to serve, not 64."""
+    elements = 128 + 256
+    monkeypatch.setattr(tuning, "FROM_L2", sums_up_to * elements)
+    assert not tuning.all_singles(elements, 64, 40)
+    world = World(layout_of(128, [256], "float32"), [[17, 17]], 2, 512, seed=3)
+    numbers = LoraBatch(world.stack, [(0, 40)], ranks={0: 17}, rank_class=64).shape.lay_out(
+        [(0, 40)], 64, {0: 17}
+    )
+    assert (numbers[7] <= sums_up_to) == (sums_up_to == 40 * 17)
+    check(world, [(0, 40)], 0)

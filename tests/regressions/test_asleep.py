@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from adaptercache import AdapterCacheError, CacheClosed, CapacityError, Tier
+from adaptercache import AdapterCacheError, CacheClosed, CapacityError, LoadFailed, Tier
+from adaptercache.disk import transfer as disk_transfer
+from adaptercache.tiers import ways
 
 
 def test_a_cache_that_is_asleep_can_be_closed(tiny: Any) -> None:
@@ -105,3 +107,63 @@ def test_the_arena_goes_at_once_and_not_when_garbage_is_collected(tiny: Any, end
             assert tiny.wait_until(lambda: arena() is None, 2)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("end", ["drop_gpu", "close"])
+@pytest.mark.parametrize("fails", ["copy", "flow", "read"])
+def test_errors_that_somebody_keeps_do_not_keep_the_arena(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, fails: str, end: str
+) -> None:
+    """Frames of a failed load had its transfer, also those that had called where the error was
+    caught on its way; and the transfer had the arena, even one that was abandoned half-way."""
+    break_loads(fails, monkeypatch)
+    gc.collect()
+    gc.disable()
+    try:
+        with tiny.cache(tiny.source("a")) as cache:
+            memory = [weakref.ref(cache._gpu.stack.arena)]
+            views = cache._parts.host.views
+
+            def noted(*args: Any) -> Any:
+                found = views(*args)
+                memory.extend(map(weakref.ref, found))
+                return found
+
+            monkeypatch.setattr(cache._parts.host, "views", noted)
+            if fails == "copy":
+                cache.prefetch(["a"], Tier.HOST)
+                assert tiny.wait_until(lambda: "a" in cache.resident(Tier.HOST))
+            with pytest.raises(LoadFailed) as kept:
+                cache.acquire("a").result(10)
+            assert isinstance(kept.value.__cause__, OSError)
+            getattr(cache, end)()
+            assert tiny.wait_until(lambda: not any(each() is not None for each in memory), 2)
+            assert len(memory) > 1
+    finally:
+        gc.enable()
+
+
+def break_loads(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chunk can be copied; or pieces can't be read, behind chunks that were copied."""
+    monkeypatch.setattr(disk_transfer, "READ_BYTES", 2048)
+    for name in ("STAGED_BYTES", "STRIDED_BYTES", "FIRST_BYTES"):
+        monkeypatch.setattr(ways, name, 4096)
+    if fails == "read":
+        good = disk_transfer._read_and_sum
+
+        def read(file: int, offset: int, into: memoryview) -> int:
+            if offset > 12 << 10:
+                raise OSError("injected")
+            return good(file, offset, into)
+
+        monkeypatch.setattr(disk_transfer, "_read_and_sum", read)
+        return
+    for way in (ways.Staged, ways.Strided):
+
+        def queue(self: Any, *args: Any, _good: Any = way.queue) -> Any:
+            for number, landed in enumerate(_good(self, *args)):
+                if number:
+                    raise OSError("injected")
+                yield landed
+
+        monkeypatch.setattr(way, "queue", queue)

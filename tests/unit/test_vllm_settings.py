@@ -57,12 +57,16 @@ def test_places_that_can_be_used_are_left_as_they_are(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
 
 
-@pytest.mark.parametrize("source", ["nowhere", "file", "ftp://store/adapters", "file://nowhere"])
+@pytest.mark.parametrize(
+    "source",
+    ["nowhere", "file", "ftp://store/adapters", "file://nowhere", "file://", "loop", "loop/x"],
+)
 def test_a_source_that_cannot_be_used_is_named(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
+    Path("loop").symlink_to("loop")
     with pytest.raises(ValueError, match=r"ADAPTERCACHE_SOURCE: .*(directory|ftp)"):
         places(source, tmp_path).check()
 
