@@ -112,18 +112,23 @@ def in_engine(
 
 @torch.inference_mode()
 def first_logits(engine: Engine, of_rows: Sequence[str], prompts: Sequence[list[int]]) -> Tensor:
-    """``[rows, 1, vocab]``: by the engine's model, while the engine has nothing to do."""
+    """``[rows, 1, vocab]``: by the engine's runner, while the engine has nothing to do."""
     cache, runner = engine.cache, engine._runner._runner  # type: ignore[attr-defined]
-    work = []
-    for name, prompt in zip(of_rows, prompts, strict=True):
-        job = Job(name, prompt, 1, Sampling())
-        job.lease, job.pages = cache.acquire(name).result(), list(cache.pages.allocate(1) or ())
-        work.append((job, len(prompt)))
-    with cache.lora_batch([(job.lease, n) for job, n in work if job.lease]) as lora:
-        rows = runner._rows(runner._send(runner._numbers(work)), work)
-        logits: Tensor = runner._model(rows, lora)
-    for job, _ in work:
-        cache.pages.free(job.pages)
-        if job.lease is not None:
-            job.lease.release()
-    return logits[:, None]
+    at_once = engine.settings.max_step_tokens // len(prompts[0])
+    logits: list[Tensor] = []
+    for first in range(0, len(prompts), at_once):
+        work = []
+        asked = zip(of_rows[first:], prompts[first : first + at_once], strict=False)
+        for name, prompt in asked:
+            job = Job(name, prompt, 1, Sampling())
+            job.lease, job.pages = cache.acquire(name).result(), list(cache.pages.allocate(1) or ())
+            work.append((job, len(prompt)))
+        pairs = [(job.lease, n) for job, n in work if job.lease]
+        with cache.lora_batch(pairs, pad_to=runner.padded(work)) as lora:
+            runner(work, lora).read()
+        logits.append(runner._logits[: len(work)].clone())
+        for job, _ in work:
+            cache.pages.free(job.pages)
+            if job.lease is not None:
+                job.lease.release()
+    return torch.cat(logits)[:, None]

@@ -14,7 +14,7 @@ from serving_world import GROUPS, Engine, Meter, say, serve_model
 __all__ = ["kernel_limit_us", "lora_kernels_a_step"]
 
 KERNELS = "gmv_"  # in the names of ours: bgmv_shrink, sgmv_expand
-ATTENTION = "_attend_kernel"  # once a layer in each step that decodes
+ATTENTION = "_attend_kernel"  # once a layer in each step
 
 
 def kernel_limit_us(layout: LoraLayout, rank: int, rows: int, distinct: int) -> float:

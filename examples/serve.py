@@ -11,9 +11,9 @@ docs/embedding.md does:
     serve.py         `build`: layout, cache, model, engine
     serve_engine.py  a step: admit, schedule, launch; then what the step before has chosen
     serve_kv.py      KV blocks out of the arena that adapters share; the prefix cache
-    serve_model.py   paged KV, and `add_lora`, in a layer; serve_attention.py and serve_decode.py,
-                     and on a GPU serve_fused.py, are parts of it
-    serve_runner.py  a step's tensors; CUDA graphs
+    serve_model.py   paged KV, and `add_lora`, in a layer; serve_attention.py, and on a GPU
+                     serve_paged.py and serve_fused.py, are parts of it
+    serve_runner.py  a step's launch; CUDA graphs; serve_shape.py and serve_rows.py: its tensors
     serve_metrics.py what Prometheus and gateways read
     serve_http.py    statuses, streams, and clients that go away
 
@@ -100,7 +100,7 @@ def build(
         # has model and KV to itself.
         with torch.inference_mode():
             llama = PagedLlama(model, cache, settings.max_context)
-            runner = Runner(llama, cache, settings.max_context, settings.max_running)
+            runner = Runner(llama, cache, settings)
             runner.capture()
         engine = Engine(cache, runner, settings)
         engine.start()

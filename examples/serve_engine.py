@@ -22,7 +22,8 @@ import torch
 from adaptercache import AdapterCache, CacheClosed, Caps, Digest, Lease, Request
 from serve_job import Finished, Job, Overloaded, Settings
 from serve_kv import Blocks, check_room
-from serve_runner import Launched, Runner, Work
+from serve_runner import Launched, Runner
+from serve_shape import Work
 
 __all__ = ["Engine"]
 
@@ -225,10 +226,8 @@ class Engine:
         self.counts["preempted"] += 1
 
     def _launch(self, work: Work) -> Launched:
-        with self.cache.lora_batch(
-            [(job.lease, count) for job, count in work if job.lease is not None],
-            pad_to=self._runner.padded(work),
-        ) as lora:
+        pairs = [(job.lease, count) for job, count in work if job.lease is not None]
+        with self.cache.lora_batch(pairs, pad_to=self._runner.padded(work)) as lora:
             launched = self._runner(work, lora)
         for job, count in work:
             job.computed += count

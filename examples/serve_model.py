@@ -11,7 +11,6 @@ each small kernel in it costs two microseconds more. So where a GPU runs, `_adde
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -22,8 +21,9 @@ from torch.nn.functional import linear, rms_norm, silu
 from adaptercache import AdapterCache, KVLayout
 from adaptercache.kernels import LoraBatch, add_lora
 from serve_attention import attend
+from serve_rows import Rows
 
-__all__ = ["Group", "PagedLlama", "Rows", "kv_layout"]
+__all__ = ["PagedLlama", "kv_layout"]
 
 FAMILIES = ("llama", "mistral", "qwen2")
 Sites = Set[tuple[int, str]]
@@ -52,35 +52,6 @@ def kv_layout(config: Any, dtype: str) -> KVLayout:
     return KVLayout(block_size, config.num_key_value_heads, head_dim, dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Rows whose attention is computed at once: ``B`` sequences of ``Q`` new tokens each. All
-    that decode are one group with Q = 1; every chunk of a prompt is one with B = 1.
-
-    ``tables [B, blocks]``: the sequences' pages, in order, and any page beyond their end.
-    ``positions [B, Q]``: a view of the rows' own.
-    """
-
-    tables: Tensor
-    positions: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One step's tokens, flat: ``int64 [rows]`` each, on the device, in the order of ``groups``.
-
-    ``positions`` are those in the sequences; ``pages`` and ``offsets`` say into which block, and
-    where in it, each token's keys and values go. ``last [n]``: the rows whose logits are wanted.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    pages: Tensor
-    offsets: Tensor
-    last: Tensor
-    groups: tuple[Group, ...]
-
-
 class PagedLlama:
     """Computes steps of one model over one cache's arena.
 
@@ -99,6 +70,7 @@ class PagedLlama:
             _Layer(layer, number, sites) for number, layer in enumerate(model.model.layers)
         ]
         self.device = model.lm_head.weight.device
+        self.vocab_size = len(model.lm_head.weight)
         # [pages, 2, block_size, kv_heads, head_dim], one a layer: views of the arena itself.
         self._kv = [cache.kv_view(layer) for layer in range(len(self._layers))]
         positions = torch.arange(max_context, device=self.device)[None]
@@ -108,7 +80,7 @@ class PagedLlama:
         self._rotary = torch.stack((cos[0], torch.cat((-first, second), dim=-1)), dim=1)
 
     def __call__(self, rows: Rows, lora: LoraBatch | None) -> Tensor:
-        """Logits ``[n, vocab]`` of the ``last`` rows. ``lora`` None: nobody has an adapter."""
+        """Logits ``[jobs, vocab]`` of the ``last`` rows. ``lora`` None: nobody has an adapter."""
         x, y = self._embed(rows.tokens), None  # y: what the last part adds to x
         rotary = self._rotary[rows.positions]
         for layer, view in zip(self._layers, self._kv, strict=True):
@@ -117,7 +89,7 @@ class PagedLlama:
             x, normed = _added_and_normed(x, y, layer.before_mlp)
             y = layer.down(_gated(layer.gate_up(normed, lora), layer.activation), lora)
         _, normed = _added_and_normed(x, y, self._norm)
-        return self._lm_head(normed[rows.last]).float()  # type: ignore[no-any-return]
+        return self._lm_head(normed[rows.last])  # type: ignore[no-any-return]
 
 
 class _Projections:
@@ -174,12 +146,7 @@ def _attention(
 ) -> Tensor:
     # First all new keys and values go to their blocks: a chunk attends to itself, too.
     q = _rotate_and_store(layer.qkv(x, lora), rotary, view, rows.pages, rows.offsets)
-    sizes = [group.positions.numel() for group in rows.groups]
-    outputs = [
-        attend(part, view, group.tables, group.positions)
-        for part, group in zip(q.split(sizes), rows.groups, strict=True)
-    ]
-    return layer.o(outputs[0] if len(outputs) == 1 else torch.cat(outputs), lora)
+    return layer.o(attend(q, view, rows.tables, rows.positions, rows.tiles), lora)
 
 
 def _added_and_normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,9 @@ A step is only launched here. What it chooses stays on the GPU, where the step b
 a copy comes to the host, which `Launched.read` waits for. So the host can launch the next step
 without knowing any token of this one.
 
-On a GPU a step in which everybody decodes is a replay of a CUDA graph: launching a model's kernels
-one by one takes the CPU longer than the GPU takes to run them. A graph is captured for each number
-of rows and rank class, all of them at the start. Which adapters are in the step doesn't matter: the
+On a GPU every step is a replay of a CUDA graph: launching a model's kernels one by one takes the
+CPU longer than the GPU takes to run them. A graph is captured for each padded shape of a step and
+each rank class, all of them at the start. Which adapters are in the step doesn't matter: the
 kernels find that in the work list, which `lora_batch` writes to the same place each time.
 
 All numbers of a step go to the GPU in one copy, from page-locked memory, so that the host need not
@@ -15,9 +15,9 @@ wait for it.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,21 +25,12 @@ from torch import Tensor
 
 from adaptercache import AdapterCache
 from adaptercache.kernels import LoraBatch, rank_class_of
-from serve_job import Job, Sampling
-from serve_model import Group, PagedLlama, Rows
+from serve_job import Job, Sampling, Settings
+from serve_model import PagedLlama
+from serve_rows import Rows, numbers_of
+from serve_shape import Limits, Shape, Work
 
 __all__ = ["Launched", "Runner"]
-
-Work = Sequence[tuple[Job, int]]
-"""Who computes how many tokens: those that decode first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    graph: torch.cuda.CUDAGraph
-    numbers: Tensor  # where the graph reads
-    logits: Tensor  # and where it writes
-    chosen: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,77 +65,115 @@ class Runner:
 
     Args:
         model: over the cache's arena.
-        cache: for one page of its own, into which the padding rows of graphs write.
-        max_context: tokens of a sequence at most.
-        max_running: jobs in a step at most.
+        cache: for one page of its own, into which padding rows write.
+        settings: what a step and a sequence hold at most.
     """
 
-    def __init__(
-        self, model: PagedLlama, cache: AdapterCache, max_context: int, max_running: int
-    ) -> None:
-        self.block_size = cache.kv_view(0).shape[2]
-        self._max_running = max_running
-        # What each row of the last step has chosen, or will, and whose token that is.
-        self._last = torch.zeros(max_running, dtype=torch.int64, device=model.device)
-        self._row_of: Mapping[Job, int] = {}
+    def __init__(self, model: PagedLlama, cache: AdapterCache, settings: Settings) -> None:
+        self.block_size: int = cache.kv_view(0).shape[2]
+        self._max_running = settings.max_running
+        blocks = -(-settings.max_context // self.block_size)
+        self._limits = Limits(
+            settings.max_step_tokens, settings.max_running, blocks, self.block_size
+        )
         self._model = model
         self._cache = cache
-        self._max_blocks = -(-max_context // self.block_size)
-        self._graphs: dict[tuple[int, int], Captured] = {}
+        # Where each step finds its numbers, and leaves its logits and tokens: one place for all,
+        # for one step runs at a time, and what of them is wanted is taken before the next one's.
+        most = max(sum(shape.sizes) for shape in self._limits.shapes())
+        self._numbers = torch.zeros(most, dtype=torch.int64, device=model.device)
+        self._logits = torch.zeros(
+            self._max_running, model.vocab_size, dtype=torch.float32, device=model.device
+        )
+        # What each job of the last step has chosen, or will, and whose token that is.
+        self._last = torch.zeros(self._max_running, dtype=torch.int64, device=model.device)
+        self._row_of: Mapping[Job, int] = {}
+        self._graphs: dict[tuple[Shape, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         pages = cache.pages.allocate(1)
         assert pages is not None, "nothing else has pages yet"
         self._spare = pages[0]
-        self._spares = array("q", pages * self._max_blocks)
 
     @property
     def _on_gpu(self) -> bool:
         return bool(self._model.device.type == "cuda")
 
     @property
-    def _has_graphs(self) -> bool:
+    def _pads(self) -> bool:
         return self._on_gpu
+
+    def kinds(self) -> list[tuple[Shape, int]]:
+        """The padded shapes of steps, each with the rank classes of their adapters; 0: none has
+        one."""
+        ranks = range(1, self._cache.layout.max_rank + 1)
+        rank_classes = [0, *sorted({rank_class_of(rank) for rank in ranks})]
+        return list(itertools.product(self._limits.shapes(), rank_classes))
 
     def capture(self) -> None:
         """Capture the graphs: call it once, before the first step."""
-        if not self._has_graphs:
+        if not self._on_gpu:
             return
-        ranks = range(1, self._cache.layout.max_rank + 1)
-        rank_classes = [0, *sorted({rank_class_of(rank) for rank in ranks})]  # 0: no adapters
-        base, most = self._cache.acquire(None), _power_of_2(self._max_running)
-        for rows in (most >> halvings for halvings in range(most.bit_length())):
-            for rank_class in rank_classes:
-                with self._cache.lora_batch([(base, rows)], rank_to=rank_class or None) as lora:
-                    captured = self._capture(rows, lora if rank_class else None)
-                self._graphs[rows, rank_class] = captured
+        base = self._cache.acquire(None)
+        for shape, rank_class in self.kinds():
+            rank_to = rank_class or None
+            with self._cache.lora_batch([(base, shape.rows)], rank_to=rank_to) as lora:
+                graph = self._capture(shape, lora if rank_class else None)
+            self._graphs[shape, rank_class] = graph
 
-    def padded(self, work: Work) -> int | None:
-        """The number of rows of a step's graph; None where it has none."""
-        if not self._has_graphs or any(job.num_pending > 1 for job, _ in work):
-            return None
-        return _power_of_2(len(work))
+    def padded(self, work: Work) -> int:
+        """The number of rows that a step is computed with."""
+        return self._shape_of(work).rows
 
     def __call__(self, work: Work, lora: LoraBatch) -> Launched:
         """Launch a step behind all before; nothing waits for the GPU. Call inside the batch's
         block. The step before may be under way, none before that."""
         has_adapters = any(slot >= 0 for slot, _ in lora.segments)
-        padded = self.padded(work)
-        if padded is None:
-            numbers = self._send(self._numbers(work))
-            logits = self._model(self._rows(numbers, work), lora if has_adapters else None)
-            chosen = logits.argmax(dim=1)
+        shape = self._shape_of(work)
+        self._send(work, shape)
+        if self._graphs:
+            self._graphs[shape, lora.rank_class if has_adapters else 0].replay()
         else:
-            captured = self._graphs[padded, lora.rank_class if has_adapters else 0]
-            captured.numbers.copy_(self._numbers(work, padded), non_blocking=True)
-            self._replay(captured, lora)
-            logits, chosen = captured.logits, captured.chosen
+            self._compute(shape, lora if has_adapters else None)
         self._row_of = {job: row for row, (job, n) in enumerate(work) if n == job.num_pending}
-        self._sample(logits, chosen)
-        # Behind this step's own look into it, and before the next step writes where this one did.
-        self._last[: len(work)] = chosen[: len(work)]
+        self._sample()
         return self._launched(len(work))
 
-    def _sample(self, logits: Tensor, chosen: Tensor) -> None:
+    def close(self) -> None:
+        self._graphs.clear()
+        self._cache.pages.free([self._spare])
+
+    def _shape_of(self, work: Work) -> Shape:
+        return self._limits.padded(work) if self._pads else self._limits.exact(work)
+
+    def _send(self, work: Work, shape: Shape) -> None:
+        """A step's numbers to where it finds them."""
+        places = {job: row - self._max_running for job, row in self._row_of.items()}  # from the end
+        numbers = numbers_of(work, shape, places, self.block_size, self._spare)
+        pinned = self._pinned(torch.frombuffer(numbers, dtype=torch.int64))
+        self._numbers[: len(pinned)].copy_(pinned, non_blocking=True)
+
+    def _compute(self, shape: Shape, lora: LoraBatch | None) -> None:
+        """From the numbers to each job's logits and its greedy token."""
+        rows = Rows.of(self._numbers, shape)
+        chosen = self._last[rows.tokens.clamp(max=-1)]  # by the step before
+        rows = replace(rows, tokens=torch.where(rows.tokens < 0, chosen, rows.tokens))
+        logits = self._logits[: shape.jobs]
+        logits.copy_(self._model(rows, lora))
+        torch.argmax(logits, dim=1, out=self._last[: shape.jobs])
+
+    def _capture(self, shape: Shape, lora: LoraBatch | None) -> torch.cuda.CUDAGraph:
+        self._send((), shape)
+        # Once as it is, which compiles and allocates what a capture must not.
+        self._compute(shape, lora)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()  # of all: one runs at a time
+        # "thread_local": the cache's threads go on allocating and copying meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._compute(shape, lora)
+        return graph
+
+    def _sample(self) -> None:
         """Choose for the jobs that aren't greedy."""
         sampled = [
             (row, job.sampling.temperature, job.sampling.draw())
@@ -152,99 +181,21 @@ class Runner:
             if job.sampling.temperature > 0
         ]
         if sampled:
-            numbers = self._send(self._pinned(torch.tensor(sampled, dtype=torch.float64)))
+            numbers = self._pinned(torch.tensor(sampled, dtype=torch.float64))
+            numbers = numbers.to(self._model.device, non_blocking=True)
             rows, temperatures, draws = numbers.unbind(dim=1)
             rows = rows.long()
-            chosen[rows] = Sampling.choose(logits[rows], temperatures, draws)
+            self._last[rows] = Sampling.choose(self._logits[rows], temperatures, draws)
 
-    def _launched(self, rows: int) -> Launched:
+    def _launched(self, jobs: int) -> Launched:
         """The step that was launched last, its tokens on their way to the host."""
-        chosen = torch.empty(rows, dtype=torch.int64, pin_memory=self._on_gpu)
-        chosen.copy_(self._last[:rows], non_blocking=True)
+        chosen = torch.empty(jobs, dtype=torch.int64, pin_memory=self._on_gpu)
+        chosen.copy_(self._last[:jobs], non_blocking=True)
         event = torch.cuda.Event() if self._on_gpu else None
         if event is not None:
             event.record()
         return Launched(self._row_of, chosen, event)
 
-    def close(self) -> None:
-        self._graphs.clear()
-        self._cache.pages.free([self._spare])
-
-    def _capture(self, rows: int, lora: LoraBatch | None) -> Captured:
-        numbers = self._send(self._numbers((), rows))
-        # Once as it is, which compiles and allocates what a capture must not.
-        self._model(self._rows(numbers, (), rows), lora)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # All graphs share their memory: one runs at a time, and what of its logits and tokens is
-        # wanted is taken by launches before the next one's.
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # "thread_local": the cache's threads go on allocating and copying meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._model(self._rows(numbers, (), rows), lora)
-            chosen = logits.argmax(dim=1)
-        return Captured(graph, numbers, logits, chosen)
-
-    def _replay(self, captured: Captured, lora: LoraBatch) -> None:
-        captured.graph.replay()
-
-    def _numbers(self, work: Work, padded: int | None = None) -> Tensor:
-        """All of a step's numbers, one part behind the other, in CPU memory: see `_rows`. Those of
-        a graph have ``padded`` rows; what is missing goes to the spare page."""
-        tokens, positions, pages, offsets, last, tables = (array("q") for _ in range(6))
-        for job, count in work:
-            if job.unread:  # where the token is in `_last`, counted from its end
-                tokens.append(self._row_of[job] - self._max_running)
-            else:
-                tokens.extend(job.tokens[job.computed : job.computed + count])
-            for position in range(job.computed, job.computed + count):
-                positions.append(position)
-                pages.append(job.pages[position // self.block_size])
-                offsets.append(position % self.block_size)
-            last.append(len(tokens) - 1)
-            tables.extend(array("q", job.pages))
-            tables.extend(self._spares[len(job.pages) :])
-        for row in range(len(work), padded or 0):
-            for part in (tokens, positions, offsets):
-                part.append(0)
-            pages.append(self._spare)
-            last.append(row)
-            tables.extend(self._spares)
-        numbers = tokens + positions + pages + offsets + last + tables
-        return self._pinned(torch.frombuffer(numbers, dtype=torch.int64))
-
-    def _rows(self, numbers: Tensor, work: Work, padded: int | None = None) -> Rows:
-        """Views of the numbers of a step."""
-        jobs = padded or len(work)
-        rows = padded or sum(count for _, count in work)
-        sizes = [rows, rows, rows, rows, jobs, jobs * self._max_blocks]
-        tokens, positions, pages, offsets, last, tables = numbers.split(sizes)
-        tables = tables.view(jobs, self._max_blocks)
-        tokens = torch.where(tokens < 0, self._last[tokens.clamp(max=-1)], tokens)
-        if padded:
-            groups = [Group(tables, positions[:, None])]
-        else:
-            groups = list(self._groups_of(work, tables, positions))
-        return Rows(tokens, positions, pages, offsets, last, tuple(groups))
-
-    def _groups_of(self, work: Work, tables: Tensor, positions: Tensor) -> Iterator[Group]:
-        blocks = [-(-(job.computed + count) // self.block_size) for job, count in work]
-        first = sum(job.num_pending == 1 for job, _ in work)
-        if first:
-            yield Group(tables[:first, : max(blocks[:first])], positions[:first, None])
-        row = first
-        for number, (_, count) in enumerate(work[first:], start=first):
-            its = tables[number : number + 1, : blocks[number]]
-            yield Group(its, positions[None, row : row + count])
-            row += count
-
     def _pinned(self, numbers: Tensor) -> Tensor:
         """In page-locked memory, which PyTorch gives to nobody else before copies are over."""
         return numbers.pin_memory() if self._on_gpu else numbers
-
-    def _send(self, numbers: Tensor) -> Tensor:
-        return numbers.to(self._model.device, non_blocking=True)
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()

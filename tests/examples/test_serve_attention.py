@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +12,18 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from adaptercache.testing import any_device
-from serve_attention import attend
-from serve_decode import attend_in_place
+from serve_attention import TILE_TOKENS, attend, attend_plainly
+from serve_paged import attend_in_place
 
 DEVICE = any_device()
+NAN = float("nan")
+BLOCK = 16
+
+Part = tuple[int, int]
+"""Tokens of a sequence that are computed already, and new ones."""
+DECODING = [(0, 1), (15, 1), (16, 1), (100, 1)]
+MIXED = [(99, 1), (0, 5), (15, 1), (9, 41), (0, 2 * TILE_TOKENS), (63, 17), (0, 1)]
+CHUNK = [(30, 3)]
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
@@ -23,37 +34,63 @@ def expected(q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
     return torch.einsum("ht,thd->hd", scores.softmax(dim=1), v).flatten()
 
 
+def tiles_of(parts: Sequence[Part]) -> list[list[int]]:
+    tiles, row = [], 0
+    for sequence, (_, new) in enumerate(parts):
+        tiles += [
+            [sequence, row + done, min(TILE_TOKENS, new - done)]
+            for done in range(0, new, TILE_TOKENS)
+        ]
+        row += new
+    return tiles
+
+
 @pytest.mark.parametrize(("kv_heads", "shared"), [(2, 2), (1, 7), (4, 1)])
 @pytest.mark.parametrize("head_dim", [16, 48, 128])
-@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("parts", [DECODING, MIXED, CHUNK], ids=["decoding", "mixed", "chunk"])
 def test_attention_is_exact_and_reads_nothing_beyond(
-    kv_heads: int, shared: int, head_dim: int, queries: int
+    kv_heads: int, shared: int, head_dim: int, parts: list[Part]
 ) -> None:
     generator = torch.Generator().manual_seed(head_dim + shared)
-    block, ends = 16, [queries - 1, 15, 16, 100]
-    width = 8
-    view = torch.full((40, 2, block, kv_heads, head_dim), float("nan"))
-    order = torch.randperm(40, generator=generator)[: 4 * width].view(4, width)
-    kv = torch.randn(4, 2, width * block, kv_heads, head_dim, generator=generator)
-    for row, end in enumerate(ends):
-        for position in range(end + 1):
-            page = order[row, position // block]
-            view[page, :, position % block] = kv[row, :, position]
-    positions = torch.tensor([[end + 1 - queries + n for n in range(queries)] for end in ends])
-    q = torch.randn(4 * queries, kv_heads * shared, head_dim, generator=generator)
+    width, heads = 8, kv_heads * shared
+    num_pages = width * len(parts) + 1
+    view = torch.full((num_pages, 2, BLOCK, kv_heads, head_dim), NAN)
+    # The last page is nobody's: padding.
+    tables = torch.randperm(num_pages - 1, generator=generator).view(len(parts), width)
+    kv = torch.randn(len(parts), 2, width * BLOCK, kv_heads, head_dim, generator=generator)
+    for sequence, (before, new) in enumerate(parts):
+        for position in range(before + new):
+            page = tables[sequence, position // BLOCK]
+            view[page, :, position % BLOCK] = kv[sequence, :, position]
+        tables[sequence, -(-(before + new) // BLOCK) :] = num_pages - 1
+    places = [(n, before + at) for n, (before, new) in enumerate(parts) for at in range(new)]
+    rows = len(places)
+    # Apart, as they lie beside keys and values; three of them padding.
+    q = torch.full((rows + 3, heads + 2, head_dim), NAN)
+    q[:rows, :heads] = torch.randn(rows, heads, head_dim, generator=generator)
+    q = q[:, :heads]
     want = torch.stack(
-        [
-            expected(q[row * queries + n], *kv[row], int(positions[row, n]))
-            for row in range(4)
-            for n in range(queries)
-        ]
+        [expected(q[row], *kv[its], position) for row, (its, position) in enumerate(places)]
     )
-    # A view of a step's numbers: its rows may be apart.
-    apart = torch.full((4, 3 * queries), -1)
-    apart[:, queries : 2 * queries] = positions
-    positions = apart.to(DEVICE)[:, queries : 2 * queries]
-    inputs = [*(x.to(DEVICE) for x in (q, view, order)), positions]
-    ways = [attend, attend_in_place] if queries == 1 else [attend]
-    for way in ways:
-        got = way(*inputs).cpu()
-        assert (got - want).abs().max() < 1e-5, way.__name__
+    positions = torch.tensor([position for _, position in places] + [0, 0, 0])
+    tiles = torch.tensor([*tiles_of(parts), [0, 0, 0], [0, 0, 0]])
+    tables = torch.cat((tables, torch.full((2, width), num_pages - 1)))  # of padding jobs
+    inputs = [x.to(DEVICE) for x in (q, view, tables, positions)]
+    ways = [(way, tiles.to(DEVICE)) for way in (attend, attend_plainly, attend_in_place)]
+    if rows == len(parts):
+        inputs = [x[:rows] if x is not inputs[1] else x for x in inputs]
+        ways += [(way, None) for way, _ in ways]
+    for way, its_tiles in ways:
+        got = way(*inputs, its_tiles).cpu()
+        assert (got[:rows] - want).abs().max() < 1e-5, way.__name__
+
+
+@pytest.mark.parametrize("way", [attend_plainly, attend_in_place])
+def test_no_tile_is_written_but_its_own_rows(way: Any) -> None:
+    """Also where nothing but padding is left of a launch."""
+    q, view = torch.ones(20, 2, 16), torch.ones(1, 2, BLOCK, 2, 16)
+    numbers = [torch.zeros(1, 1, dtype=torch.int64), torch.arange(20)]
+    tiles = torch.tensor([[0, 4, 3], [0, 0, 0]])
+    got = way(*(x.to(DEVICE) for x in (q, view, *numbers, tiles))).cpu()
+    is_written = (got == 1).all(dim=1)
+    assert is_written.nonzero().flatten().tolist() == [4, 5, 6]

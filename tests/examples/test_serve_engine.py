@@ -19,8 +19,6 @@ pytest.importorskip("transformers")
 import serving
 from serving import World, ask, is_idle, outcome, random_prompt, settle
 
-from serve_runner import Captured, Runner
-
 BLOCK = 16
 
 
@@ -69,56 +67,6 @@ def test_64_mixed_requests_give_pefts_tokens_while_memory_is_short(world: World)
     assert counts["deferred_loading"] > 0
     assert counts["deferred_max_adapters"] + counts["deferred_room"] > 0
     assert counts["prefix_hit_tokens"] > 0
-
-
-def test_rows_that_pad_a_graph_change_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of a graph's steps but the graph, which needs a GPU."""
-    replayed = []
-
-    def capture(runner: Any, rows: int, lora: Any) -> Any:
-        numbers = runner._numbers((), rows)
-        logits = runner._model(runner._rows(numbers, (), rows), lora)
-        return Captured(None, numbers, logits, logits.argmax(dim=1))  # type: ignore[arg-type]
-
-    def replay(runner: Any, captured: Any, lora: Any) -> None:
-        ((rows, rank_class),) = [k for k, v in runner._graphs.items() if v is captured]
-        replayed.append((rows, rank_class))
-        its = runner._rows(captured.numbers, (), rows)
-        captured.logits.copy_(runner._model(its, lora if rank_class else None))
-        captured.chosen.copy_(captured.logits.argmax(dim=1))
-
-    monkeypatch.setattr(Runner, "_capture", capture)
-    monkeypatch.setattr(Runner, "_replay", replay)
-    monkeypatch.setattr(Runner, "_has_graphs", True)
-    with world.engine(pages=600) as engine:
-        captured = set(engine._runner._graphs)
-        ids = (None, "adapter-01", "adapter-13", "adapter-01", None)
-        jobs = [ask(engine, adapter_id, [7] * 40, 12 + 8 * n) for n, adapter_id in enumerate(ids)]
-        for job in jobs:
-            expected = world.expected(job.adapter_id, [7] * 40, job.max_tokens)
-            assert outcome(job)[0] == expected
-        alone = ask(engine, None, [7] * 40, 4)
-        assert outcome(alone)[0] == world.expected(None, [7] * 40, 4)
-    rows, classes = zip(*replayed, strict=True)
-    assert {1} < set(rows) <= {1, 2, 4, 8}  # how many ran at once depends on how fast loads are
-    assert {0, 16, 64} >= set(classes) > {0}
-    # No step captures one: those of all numbers of rows and rank classes are there at the start.
-    assert captured == {(1 << n, each) for n in range(7) for each in (0, 16, 64)}
-
-
-@pytest.mark.gpu
-def test_graphs_on_a_gpu_give_pefts_tokens(tmp_path: Path) -> None:
-    world = World(tmp_path, 16, device="cuda")
-    rng = random.Random(11)
-    requests = [(rng.choice([None, *world.ids]), random_prompt(rng), 24) for _ in range(48)]
-    pages = 4 * world.pages_of_the_largest + 160 // BLOCK + 1
-    with world.engine(pages=pages, max_adapters=4, max_context=160) as engine:
-        jobs = [ask(engine, *request) for request in requests]
-        got = [outcome(job, 300)[0] for job in jobs]
-        assert len(engine._runner._graphs) == 7 * 3
-    assert got == [world.expected(*request) for request in requests]
 
 
 def test_kv_takes_the_room_of_adapters_that_nobody_uses(world: World) -> None:

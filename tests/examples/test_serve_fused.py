@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import serve_fused
+import serve_paged
 from adaptercache.testing import any_device
 from serve_fused import add_and_norm, rotate_and_store, silu_and_multiply
-from serve_model import Group, Rows, _added_and_normed, _gated, _rotate_and_store
+from serve_model import _added_and_normed, _gated, _rotate_and_store
+from serve_rows import Rows
 
 DEVICE = any_device()
 NAN = float("nan")
@@ -108,23 +111,23 @@ Part = tuple[int, range]
 """Whose tokens, and their positions."""
 
 
-def step(tables: Tensor, block: int, *groups: list[Part]) -> Rows:
-    """One model step of these groups' parts; the tokens are made up of their places."""
-    parts = [part for group in groups for part in group]
+def step(tables: Tensor, spare: int, block: int, *parts: Part, padding: int = 0) -> Rows:
+    """One model step of these parts, and rows beyond them that pad; the tokens are made up of
+    their places. A part is a tile."""
     places = [(owner, position) for owner, its in parts for position in its]
     owners, positions = torch.tensor(places).unbind(1)
-    shapes = [(len(group), len(group[0][1])) for group in groups]
-    split = positions.split([batch * queries for batch, queries in shapes])
+    counts = [len(its) for _, its in parts]
+    firsts = itertools.accumulate(counts, initial=0)
+    tiles = [[n, first, its] for n, (first, its) in enumerate(zip(firsts, counts, strict=False))]
+    none = torch.zeros(padding, dtype=torch.int64)
     return Rows(
-        tokens=(7 * positions + 50 * owners) % 256,
-        positions=positions,
-        pages=tables[owners, positions // block],
-        offsets=positions % block,
+        tokens=torch.cat(((7 * positions + 50 * owners) % 256, none)),
+        positions=torch.cat((positions, none)),
+        pages=torch.cat((tables[owners, positions // block], none + spare)),
+        offsets=torch.cat((positions % block, none)),
         last=torch.arange(0, len(places), 2),
-        groups=tuple(
-            Group(tables[[owner for owner, _ in group]], its.view(shape))
-            for group, its, shape in zip(groups, split, shapes, strict=True)
-        ),
+        tables=tables[[owner for owner, _ in parts]],
+        tiles=torch.tensor(tiles + [[0, 0, 0]] * padding) if len(places) > len(parts) else None,
     )
 
 
@@ -139,14 +142,17 @@ def test_the_model_is_one_by_torch_or_by_kernels(
     with World(tmp_path / "adapters", 1).engine(pages=600) as engine:
         model, cache = engine._runner._model, engine.cache
         views = [cache.kv_view(layer) for layer in range(2)]
-        pages = list(cache.pages.allocate(6))
+        *pages, spare = cache.pages.allocate(7)
         tables = torch.tensor(pages)[torch.tensor([[3, 0], [5, 2], [1, 4]])]
         steps = [
-            step(tables, views[0].shape[2], *groups)
-            for groups in (
-                [[(1, range(20))]],  # a prompt
-                [[(0, range(1)), (1, range(20, 21))], [(2, range(5))]],  # two decode beside another
-                [[(owner, range(at, at + 1)) for owner, at in ((0, 1), (1, 21), (2, 5))]],
+            step(tables, spare, views[0].shape[2], *parts, padding=padding)
+            for padding, parts in (
+                (0, [(1, range(16)), (1, range(16, 20))]),  # a prompt
+                (
+                    3,
+                    [(0, range(1)), (1, range(20, 21)), (2, range(5))],
+                ),  # two decode beside another
+                (0, [(owner, range(at, at + 1)) for owner, at in ((0, 1), (1, 21), (2, 5))]),
             )
         ]
         want = [model(rows, None) for rows in steps]
@@ -163,13 +169,15 @@ def test_the_model_is_one_by_torch_or_by_kernels(
             return call
 
         with monkeypatch.context() as patch:
-            for name in serve_fused.__all__:
-                patch.setattr(serve_fused, name, counted(name, vars(serve_fused)[name]))
+            for module in (serve_fused, serve_paged):
+                for name in module.__all__:
+                    patch.setattr(module, name, counted(name, vars(module)[name]))
             patch.setattr(torch.Tensor, "is_cuda", True)  # as the model asks before each kernel
             got = [model(rows, None) for rows in steps]
         its = [view[pages] for view in views]
-        cache.pages.free(pages)
+        cache.pages.free([*pages, spare])
     of_steps = {"add_and_norm": 5, "rotate_and_store": 2, "silu_and_multiply": 2}
+    of_steps["attend_in_place"] = 2
     assert calls == {name: 3 * count for name, count in of_steps.items()}
     for ours, theirs in zip([*got, *its], [*want, *kv], strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())

@@ -119,6 +119,7 @@ def check(
     dtype = world.stack.dtype
     generator = torch.Generator().manual_seed(len(slots))
     x = torch.randn(num_rows, layout.sites[sites[0]].in_features, generator=generator).to(dtype)
+    x[sum(tokens for _, tokens in segments) :] = float("nan")  # padding is not read
     widths = [layout.sites[i].out_features for i in sites]
     whole = torch.zeros(num_rows, sum(widths) + 8, dtype=dtype, device=DEVICE)
     outputs = list(whole[:, : sum(widths)].split(widths, dim=1))
