@@ -278,7 +278,7 @@ def main() -> None:
     if device.type == "cuda":
         from kernel_compile import compile_ahead  # triton: only where it is used
 
-        compiling = compile_ahead((1, 17, 64, 512, 1024))
+        compiling = compile_ahead((1, 17, 64, shape.max_step_tokens))
     if device.type == "cpu":
         torch.set_num_threads(1)  # products as small as these take longer with more
     model = shape.model()

@@ -21,7 +21,8 @@ STEPS = 120
 
 
 def rows_of(cache: AdapterCache, leases: list[Lease], x: torch.Tensor) -> torch.Tensor:
-    y = torch.zeros(len(leases), 32)
+    x = x.to(cache._parts.gpu.device)
+    y = torch.zeros(len(leases), 32, device=x.device)
     with cache.lora_batch([(lease, 1) for lease in leases]) as batch:
         add_lora((y,), x[: len(leases)], batch, ("q_proj",), layer=1)
     return y
