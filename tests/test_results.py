@@ -52,9 +52,10 @@ def test_a_figure_that_changed_and_a_picture_of_none_are_seen(copied: Path) -> N
 
 
 def test_figures_of_another_machine_get_tables_and_pictures_of_their_own(copied: Path) -> None:
-    figures = copied / "benchmarks/results"
+    figures, page = copied / "benchmarks/results", copied / "docs/results.md"
+    picture = "![S-LoRA's workload on the example engine]"
+    before = page.read_text().count(picture)
     shutil.copytree(figures / "cpu", figures / "some-card")
     assert plots(copied).returncode == 0
-    page = (copied / "docs/results.md").read_text()
-    assert page.count("![S-LoRA's workload on the example engine]") == 2
+    assert page.read_text().count(picture) == before + 1 > 1
     assert (copied / "docs/results-some-card-serving-workload.svg").is_file()
