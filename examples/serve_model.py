@@ -70,6 +70,9 @@ class PagedLlama:
             _Layer(layer, number, sites) for number, layer in enumerate(model.model.layers)
         ]
         self.device = model.lm_head.weight.device
+        self.num_tokens = len(
+            self._embed.weight
+        )  # that a prompt may have; a tokenizer may know more
         self.vocab_size = len(model.lm_head.weight)
         # [pages, 2, block_size, kv_heads, head_dim], one a layer: views of the arena itself.
         self._kv = [cache.kv_view(layer) for layer in range(len(self._layers))]

@@ -71,6 +71,7 @@ class Runner:
 
     def __init__(self, model: PagedLlama, cache: AdapterCache, settings: Settings) -> None:
         self.block_size: int = cache.kv_view(0).shape[2]
+        self.num_tokens = model.num_tokens
         self._max_running = settings.max_running
         blocks = -(-settings.max_context // self.block_size)
         self._limits = Limits(

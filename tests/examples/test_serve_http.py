@@ -27,6 +27,7 @@ from serving import World, settle
 from serving_client import Client, served, tokens_of
 
 import serve
+from serve_tiny import END, ByteTokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -128,6 +129,29 @@ def test_a_bad_request_is_400(world: World, shared: tuple[Client, Any], content:
     status, answer = shared[0].post("/v1/completions", content)
     assert status == 400, answer
     assert answer["error"]["message"]
+
+
+def test_a_token_that_the_tokenizer_knows_and_the_model_does_not_is_400(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step it would be everybody's failure; on a GPU the process could not go on."""
+
+    class Larger(ByteTokenizer):
+        def __len__(self) -> int:
+            return END + 3
+
+        def encode(self, text: str) -> list[int]:
+            return [END + 1 if letter == "!" else ord(letter) for letter in text]
+
+    monkeypatch.setattr(world, "tokenizer", Larger())
+    with served(world, pages=600) as (client, _):
+        for prompt in ("oh!", [1, END + 2], [-1]):
+            status, answer = client.complete("adapter-00", prompt, 4)
+            assert status == 400, answer
+            assert f"0 to {END}" in answer["error"]["message"]
+        status, answer = client.complete("adapter-00", "oh", 4)
+        expected = world.expected("adapter-00", [*b"oh"], 4)
+        assert (status, tokens_of(answer)) == (200, expected)
 
 
 @pytest.fixture
