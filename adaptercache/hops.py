@@ -28,6 +28,7 @@ from adaptercache.tiers.disk import DiskTier
 from adaptercache.tiers.gpu import GpuTier
 from adaptercache.tiers.host import HostTier
 from adaptercache.tiers.transfer import Transfer
+from adaptercache.tiers.ways import Wait
 
 __all__ = ["Hops"]
 
@@ -166,8 +167,8 @@ class Hops:
         spec: VectorSpec = place.spec
         pieces = partial(self._host.views, place.runs, spec.elements * self._layout.itemsize)
         after = self._ledger.gpu[load.digest].place.after
-        how = {"hint": load.hint, "led": is_led}
-        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after, **how)
+        wait = Wait.A_STEP if is_led else Wait.NOBODY if load.hint else Wait.SOMEBODY
+        transfer = self._gpu.expect(load.slot, load.pages, spec, pieces, after, wait)
         if is_led:
             self._ledger.outbox.append(transfer.start)
         if (read := self._reads.get(load.digest)) is not None:

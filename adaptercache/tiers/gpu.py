@@ -14,7 +14,7 @@ from adaptercache.packing import VectorSpec
 from adaptercache.tiers.memory import free_bytes
 from adaptercache.tiers.streams import Streams
 from adaptercache.tiers.transfer import Arrivals, Transfer
-from adaptercache.tiers.ways import Ways
+from adaptercache.tiers.ways import Wait, Ways
 
 __all__ = ["GpuTier"]
 
@@ -115,22 +115,19 @@ class GpuTier:
         spec: VectorSpec,
         pieces: Callable[[], Iterable[Tensor]],
         after: int = 0,
-        *,
-        hint: bool = False,
-        led: bool = False,
+        wait: Wait = Wait.SOMEBODY,
     ) -> Transfer:
         """An adapter is to come into these pages, which are free, and this slot. Touches no CUDA.
 
         Args:
             after: the last step that may use what was there (see `streams`).
-            hint: nobody waits for it yet.
-            led: a step is about to wait for it layer by layer (`Transfer.lead`).
+            wait: who waits for it.
             pieces: gives the flat vector's bytes, in order: ``uint8 [n]`` tensors in CPU memory.
         """
         _, ways = self._allocated()
-        way = ways.led if led else ways.hint if hint else ways.demand
+        way = ways.of_wait(wait)
         transfer = Transfer(self.streams, way, slot, pages, spec, pieces, after)
-        if led:
+        if wait is Wait.A_STEP:
             transfer.lead()
         self._coming[slot] = transfer
         return transfer

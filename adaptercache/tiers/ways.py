@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ from adaptercache.tiers.staging import Source, Staging
 from adaptercache.tiers.streams import Lane, Streams
 from adaptercache.tiers.strided import Bytes, copy_rows_of, lay_page
 
-__all__ = ["Landed", "Staged", "Strided", "Way", "Ways", "is_strided"]
+__all__ = ["Landed", "Staged", "Strided", "Wait", "Way", "Ways", "is_strided"]
 
 FIRST_BYTES = 4 << 20
 """Of an adapter's first chunk: a step that waits for its first layers waits for little else."""
@@ -169,13 +170,27 @@ class Staged(Way):
             yield buffer.emptied
 
 
+class Wait(Enum):
+    """Who waits for an adapter that comes."""
+
+    NOBODY = "hint"
+    SOMEBODY = "demand"
+    A_STEP = "led"
+    """Layer by layer; its own thread queues the chunks (`Transfer.lead`)."""
+
+
 class Ways(NamedTuple):
-    """For loads that somebody waits for; for those that a step waits for layer by layer, whose
-    chunks its own thread queues; and for hints, which have time."""
+    """For loads that somebody waits for; for those that a step waits for; and for hints, which
+    have time."""
 
     demand: Way
     led: Way
     hint: Way
+
+    def of_wait(self, wait: Wait) -> Way:
+        """The one for who waits."""
+        way: Way = getattr(self, wait.value)
+        return way
 
     @classmethod
     def of(cls, streams: Streams, stack: LoraStack) -> Ways:
