@@ -167,7 +167,7 @@ class LoraStack:
 
         Raises:
             TypeError: one string instead of several.
-            ValueError: no modules, an unknown one, one twice, or inputs that differ in width.
+            ValueError: no modules, an unknown one, or inputs that differ in width.
         """
         key = (layer, modules if isinstance(modules, tuple) else tuple(modules))
         return self._groups.get(key) or self._new_group(key, modules)
@@ -180,9 +180,6 @@ class LoraStack:
         sites = [self.layout.sites[index] for index in indices]
         if not names:
             raise ValueError("no modules are named")
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"{name} is named twice")
         if len({site.in_features for site in sites}) > 1:
             raise ValueError(f"{', '.join(names)}: their inputs differ in width")
         widths = tuple(site.out_features for site in sites)

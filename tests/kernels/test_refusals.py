@@ -212,14 +212,19 @@ def test_what_is_given_for_something_else_is_named_by_its_type(stack: LoraStack)
             add_lora(*args, QKV, 0)
 
 
-def test_sites_that_there_are_not_and_names_that_come_twice(stack: LoraStack) -> None:
+def test_sites_that_there_are_not_are_named(stack: LoraStack) -> None:
     batch, x = LoraBatch(stack, PAIRS), torch.randn(5, 12)
     with pytest.raises(ValueError, match=r"^layer 9 has no modules"):
         add_lora(torch.zeros(5, 16), x, batch, ["q_proj"], 9)
     with pytest.raises(ValueError, match="no module 'o_proj' in layer 0, there are q_proj, k_proj"):
         add_lora(torch.zeros(5, 16), x, batch, ["o_proj"], 0)
-    with pytest.raises(ValueError, match="q_proj is named twice"):
-        add_lora(torch.zeros(5, 32), x, batch, ["q_proj", "q_proj"], 0)
+
+
+def test_a_module_that_is_named_twice_is_computed_twice(stack: LoraStack) -> None:
+    y = torch.zeros(5, 32)
+    add_lora(y, torch.randn(5, 12), LoraBatch(stack, PAIRS), ["q_proj", "q_proj"], 0)
+    assert y[:, :16].any()
+    assert y[:, :16].equal(y[:, 16:])
 
 
 # Dense tensors.
