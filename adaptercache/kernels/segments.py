@@ -63,8 +63,7 @@ class LoraBatch:
     ) -> None:
         if not isinstance(stack, LoraStack):
             raise TypeError(f"stack is of type {type(stack).__name__}: give a LoraStack")
-        slots, counts = _columns(segments)
-        self.segments = tuple(zip(slots, counts, strict=True))
+        self.segments, slots, counts = _columns(segments)
         self.num_tokens = sum(counts)
         if slots and not (min(slots) >= BASE_SLOT and max(slots) < stack.num_slots):
             wrong = min(slots) if min(slots) < BASE_SLOT else max(slots)
@@ -152,19 +151,23 @@ class LoraBatch:
             self.has_launched = False  # the next kernel reads what came behind all before it
 
 
-def _columns(segments: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Their slots, and their tokens, as ints."""
+def _columns(
+    segments: Sequence[tuple[int, int]],
+) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
+    """The segments, their slots, and their tokens, as ints."""
     try:
         pairs = tuple(segments)
         slots, counts = zip(*pairs, strict=True) if pairs else ((), ())
     except (TypeError, ValueError):
         raise TypeError(f"segments is {segments!r:.80}: give (slot, tokens) pairs") from None
     if {*map(type, slots), *map(type, counts)} <= {int}:
-        return slots, counts
-    return (
-        tuple(integer(slot, f"slot {slot!r:.80} in segments") for slot in slots),
-        tuple(
-            integer(tokens, f"{tokens!r:.80} tokens of slot {slot!r:.80} in segments")
-            for slot, tokens in zip(slots, counts, strict=True)
-        ),
+        return pairs, slots, counts
+    return _columns(
+        [
+            (
+                integer(slot, f"slot {slot!r:.80} in segments"),
+                integer(tokens, f"{tokens!r:.80} tokens of slot {slot!r:.80} in segments"),
+            )
+            for slot, tokens in pairs
+        ]
     )
