@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adaptercache.caps import RANK_CLASSES
+from adaptercache.kernels.integers import integer
 from adaptercache.kernels.stack import LoraStack
 from adaptercache.kernels.work import WorkShape
 
@@ -37,7 +37,8 @@ class LoraBatch:
         pad_to: the number of rows of x and y, where it is larger than the number of tokens; rows
             beyond the tokens are left alone.
         rank_class: an upper bound of the ranks in the batch (see `rank_class_of`); None: what
-            ``ranks`` say, or the stack's layout.
+            ``ranks`` say, or where that is not known, or there is no adapter, the stack's
+            ``max_rank``.
         ranks: of slots, an upper bound of their own ranks: mixed ranks are sooner done where this
             is told. None: what the stack knows of them.
         wait: called with a layer before that layer's adapters are read.
@@ -45,7 +46,7 @@ class LoraBatch:
     Raises:
         ValueError: a slot out of range, more tokens than ``pad_to``, no such rank class, or one
             that ``ranks`` exceed.
-        TypeError: segments that are no pairs of integers.
+        TypeError: segments that are no pairs of integers, or a ``pad_to`` that is none.
 
     Not thread-safe: a step is launched by one thread.
     """
@@ -60,31 +61,32 @@ class LoraBatch:
         ranks: Mapping[int, int] | None = None,
         wait: Callable[[int], None] | None = None,
     ) -> None:
-        try:
-            slots, counts = zip(*segments, strict=True) if segments else ((), ())
-            self.num_tokens = operator.index(sum(counts))
-        except (TypeError, ValueError):
-            raise TypeError(f"segments is {segments!r:.80}: give (slot, tokens) pairs") from None
+        if not isinstance(stack, LoraStack):
+            raise TypeError(f"stack is of type {type(stack).__name__}: give a LoraStack")
+        self.segments, slots, counts = _columns(segments)
+        self.num_tokens = sum(counts)
         if slots and not (min(slots) >= BASE_SLOT and max(slots) < stack.num_slots):
             wrong = min(slots) if min(slots) < BASE_SLOT else max(slots)
             raise ValueError(f"slot {wrong}: there are {BASE_SLOT} to {stack.num_slots - 1}")
         if counts and min(counts) < 0:
             raise ValueError(f"{min(counts)} tokens of slot {slots[counts.index(min(counts))]}")
-        self.num_rows = self.num_tokens if pad_to is None else pad_to
+        self.num_rows = self.num_tokens
+        if pad_to is not None:
+            self.num_rows = integer(pad_to, f"pad_to is {pad_to!r:.80}")
         if self.num_tokens > self.num_rows:
             raise ValueError(f"{self.num_tokens} tokens, but pad_to is {pad_to}")
         self.stack = stack
-        self.segments = tuple(segments)
         used = set(slots) - {BASE_SLOT} if ranks is None or rank_class is None else ()
         if ranks is None:
             ranks = {slot: stack.known_ranks[slot] for slot in used if slot in stack.known_ranks}
-        largest = max(ranks.values(), default=1)
+        largest = max(ranks.values(), default=0)
         if rank_class is None:  # of a batch of the base alone any: it may be captured for others
             is_known = used and all(slot in ranks for slot in used)
             rank_class = rank_class_of(largest if is_known else stack.layout.max_rank)
-        if rank_class not in RANK_CLASSES or rank_class < largest:
+        if type(rank_class) is not int or rank_class not in RANK_CLASSES or rank_class < largest:
+            with_ranks = f", with ranks of up to {largest}" if largest else ""
             raise ValueError(
-                f"rank_class is {rank_class!r}, with ranks of up to {largest}: one of "
+                f"rank_class is {rank_class!r:.80}{with_ranks}: one of "
                 f"{', '.join(map(str, RANK_CLASSES))}"
             )
         self.rank_class = rank_class
@@ -147,3 +149,25 @@ class LoraBatch:
         if self._wait is not None:
             self._wait(layer)
             self.has_launched = False  # the next kernel reads what came behind all before it
+
+
+def _columns(
+    segments: Sequence[tuple[int, int]],
+) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]]:
+    """The segments, their slots, and their tokens, as ints."""
+    try:
+        pairs = tuple(segments)
+        slots, counts = zip(*pairs, strict=True) if pairs else ((), ())
+    except (TypeError, ValueError):
+        raise TypeError(f"segments is {segments!r:.80}: give (slot, tokens) pairs") from None
+    if {*map(type, slots), *map(type, counts)} <= {int}:
+        return pairs, slots, counts
+    return _columns(
+        [
+            (
+                integer(slot, f"slot {slot!r:.80} in segments"),
+                integer(tokens, f"{tokens!r:.80} tokens of slot {slot!r:.80} in segments"),
+            )
+            for slot, tokens in pairs
+        ]
+    )

@@ -14,7 +14,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from adaptercache.base_model import BaseModel
-from adaptercache.kernels.dense import table_of
+from adaptercache.kernels.dense import read_dense
 from adaptercache.kernels.work import WorkShape
 from adaptercache.kernels.work_buffer import WorkBuffer
 from adaptercache.layout import ADAPTER_PAGE_BYTES, ALIGN, ArenaShape, LoraLayout, align
@@ -98,6 +98,7 @@ class LoraStack:
         self._scratch = [(nothing, nothing.int())]
 
     @classmethod
+    @torch.no_grad()  # A and B may be parameters
     def from_dense(
         cls,
         dense: Mapping[tuple[int, str], tuple[Tensor, Tensor, Sequence[float] | Tensor]],
@@ -107,36 +108,36 @@ class LoraStack:
 
         Args:
             dense: by layer and module (a name without dots): ``A [slots, r, in]``,
-                ``B [slots, out, r]``, and a scaling for each slot.
-            ranks: of each slot, where ``r`` is padded; None: ``r`` for all.
+                ``B [slots, out, r]``, and a finite scaling for each slot. ``r`` is at most 512.
+            ranks: of each slot, where ``r`` is padded: what is beyond it in A and B is left out.
+                None: ``r`` for all.
 
         Raises:
-            ValueError: nothing given, or shapes, dtypes or devices that don't go together.
+            ValueError: nothing given; or keys, shapes, dtypes, devices, ranks or scalings that
+                don't go together, or that can't be.
+            TypeError: something of another type than it must be.
         """
-        num_slots, table = table_of(dense, ranks)
-        a, _, _ = next(iter(dense.values()))
-        layout = LoraLayout(
-            BaseModel.from_table(table),
-            max_rank=max(a.shape[1] for a, _, _ in dense.values()),
-            dtype=str(a.dtype),
-        )
+        given = read_dense(dense, ranks)
+        matrices = given.matrices
+        a, _ = next(iter(matrices.values()))
+        base = BaseModel.from_table(given.table)
+        layout = LoraLayout(base, max_rank=given.max_rank, dtype=str(a.dtype))
         keys = [(site.layer, site.module) for site in layout.sites]
         specs = []
-        for slot in range(num_slots):
-            most = layout.max_rank if ranks is None else ranks[slot]
-            of_slot = [min(most, dense[key][0].shape[1]) for key in keys]
-            scalings = [float(dense[key][2][slot]) for key in keys]
+        for slot, most in enumerate(given.ranks):
+            of_slot = [min(most, matrices[key][0].shape[1]) for key in keys]
+            scalings = [given.scalings[key][slot] for key in keys]
             specs.append(VectorSpec.of(layout, of_slot, scalings))
         page_elems = ADAPTER_PAGE_BYTES // layout.itemsize
         pages = [-(-spec.elements // page_elems) for spec in specs]
         shape = ArenaShape(1, max(1, sum(pages)), ADAPTER_PAGE_BYTES, layout.itemsize)
-        stack = cls(layout, shape, num_slots, a.device)
+        stack = cls(layout, shape, given.num_slots, a.device)
         first = 0
         for slot, spec in enumerate(specs):
             vector = stack.arena.view(-1)[first * page_elems :]  # its pages lie side by side
             for key, rank, start in zip(keys, spec.ranks, spec.starts, strict=True):
                 if rank:
-                    a, b = dense[key][0][slot, :rank], dense[key][1][slot, :, :rank]
+                    a, b = matrices[key][0][slot, :rank], matrices[key][1][slot, :, :rank]
                     vector[start : start + a.numel()] = a.flatten()
                     start += align(a.numel())
                     vector[start : start + b.numel()] = b.t().flatten()
@@ -155,8 +156,11 @@ class LoraStack:
             return self._index[layer, module]
         except KeyError:
             its = [name for at, name in self._index if at == layer]
-            there = f"there are {', '.join(its)}" if its else "and none else"
-            raise ValueError(f"no module {module!r} in layer {layer!r}, {there}") from None
+            if not its:
+                raise ValueError(f"layer {layer!r} has no modules") from None
+            raise ValueError(
+                f"no module {module!r} in layer {layer!r}, there are {', '.join(its)}"
+            ) from None
 
     def group(self, layer: int, modules: Sequence[str]) -> Group:
         """The modules that one call of `add_lora` serves; the same object each time.

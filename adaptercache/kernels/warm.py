@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from adaptercache.kernels.integers import integer
 from adaptercache.kernels.segments import RANK_CLASSES, rank_class_of
 from adaptercache.kernels.stack import LoraStack
 from adaptercache.kernels.tuning import rows_alike
@@ -30,8 +31,15 @@ def warmup(
         num_rows: of the largest batch.
 
     Raises:
-        ValueError: a module that the layout has not, or a group whose inputs differ in width.
+        ValueError: a module that the layout has not, a group of none or whose inputs differ in
+            width, or ``num_rows`` under 0.
+        TypeError: ``groups`` that are strings, or ``num_rows`` that is no integer.
     """
+    num_rows = integer(num_rows, f"num_rows is {num_rows!r:.80}")
+    if num_rows < 0:
+        raise ValueError(f"num_rows is {num_rows}: 0 at least")
+    if isinstance(groups, str):
+        raise TypeError(f"groups is one string: give [({groups!r},)]")
     widths = _widths(stack, _default(stack) if groups is None else groups)
     if stack.device.type != "cuda":
         return
@@ -60,7 +68,11 @@ def _widths(stack: LoraStack, groups: Sequence[Sequence[str]]) -> set[tuple[int,
     sites = {(site.layer, site.module) for site in stack.layout.sites}
     for modules in groups:
         for layer in range(stack.layout.num_layers):
-            if modules[0] not in stack.layout.modules or (layer, modules[0]) in sites:
+            if (
+                not modules
+                or modules[0] not in stack.layout.modules
+                or (layer, modules[0]) in sites
+            ):
                 group = stack.group(layer, modules)
                 found.add((group.in_features, group.widths))
     return found

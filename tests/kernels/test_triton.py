@@ -239,6 +239,24 @@ def test_batches_that_are_open_at_once_keep_their_own_adapters() -> None:
             assert ((y.cpu() - want).abs() <= 2e-6 * magnitude).all()
 
 
+@pytest.mark.parametrize("tokens", [20, 600], ids=["bgmv", "sgmv"])
+def test_kernels_of_a_higher_rank_class_serve_the_work_of_a_lower(tokens: int) -> None:
+    """As where a graph is replayed: its launches are those of its capture, the work is of now."""
+    world = World(layout_of(64, [32], "float32"), [[16, 8], [4, 16], [40, 3]], 1, 512, seed=4)
+    captured = LoraBatch(world.stack, [], pad_to=tokens, rank_class=64)
+    segments = [(0, 1), (1, tokens // 2), (-1, 1), (0, 2)]
+    told = {0: 16, 1: 16}
+    now = LoraBatch(world.stack, segments, pad_to=tokens, rank_class=16, ranks=told)
+    captured.work()
+    now.work()
+    world.stack.work(now.shape).owner = captured._name
+    captured.num_groups = now.num_groups
+    x, y = torch.randn(tokens, 64), torch.zeros(tokens, 32, device=DEVICE)
+    add_lora_triton([y], x.to(DEVICE), captured, world.stack.group(0, ("m0_proj",)))
+    want, magnitude = world.want(x, now.token_slots.tolist(), 0)
+    assert ((y.cpu() - want).abs() <= 2e-6 * magnitude).all()
+
+
 @pytest.mark.parametrize("tokens", [40, 600], ids=["bgmv", "sgmv"])
 def test_the_error_is_little_more_than_that_of_rounding_once(tokens: int) -> None:
     """In float16 where the kernels are interpreted, which rounds bfloat16 toward zero."""
