@@ -127,7 +127,8 @@ class Strided(Way):
                     left -= nbytes
                 if not first:
                     row = self._rows.write(slot, spec, pages)
-                    stack.table[slot].copy_(row, non_blocking=True)
+                    to = stack.table.data_ptr() + slot * row.nbytes
+                    copy_rows(to, row.nbytes, row.data_ptr(), row.nbytes, 1)  # sooner than torch's
             yield lane.mark()
 
 
