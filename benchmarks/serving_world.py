@@ -210,6 +210,7 @@ class Meter:
         self._engine, self._runner = engine, engine._runner
         self.block_size = self._runner.block_size
         self.padded, self.close = self._runner.padded, self._runner.close
+        self.check = self._runner.check
         self._on_gpu = engine.cache.kv_view(0).is_cuda
         self.steps: list[Step] = []
 

@@ -48,7 +48,6 @@ class Engine:
         self.counts: Counter[str] = Counter()
         self.blocks = Blocks(cache)
         self._runner = runner
-        self._num_tokens = runner.num_tokens
         # Every request of the batch brings a token into a step, at the least.
         self._caps = Caps(adapters=settings.max_adapters, tokens=settings.max_running)
         check_room(cache, settings.max_adapters, settings.max_context)
@@ -75,14 +74,12 @@ class Engine:
         """Let a job wait for its turn; what becomes of it is told to ``job.events``.
 
         Raises:
-            ValueError: it can never run, or has a token that the model hasn't: in a step, that
-                would be everybody's failure.
+            ValueError: it can never run; or has a token that the model hasn't, which fails a step.
             Overloaded: too many wait.
             CacheClosed: the engine is closed, or has failed.
         """
         self.settings.check_length(len(job.tokens), job.max_tokens)
-        if min(job.tokens) < 0 or max(job.tokens) >= self._num_tokens:
-            raise ValueError(f"prompt: the model's token ids are 0 to {self._num_tokens - 1}")
+        self._runner.check(job.tokens)
         with self._door:
             if self._closed:
                 raise CacheClosed("the engine is closed")

@@ -16,7 +16,7 @@ wait for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +71,6 @@ class Runner:
 
     def __init__(self, model: PagedLlama, cache: AdapterCache, settings: Settings) -> None:
         self.block_size: int = cache.kv_view(0).shape[2]
-        self.num_tokens = model.num_tokens
         self._max_running = settings.max_running
         blocks = -(-settings.max_context // self.block_size)
         self._limits = Limits(
@@ -120,6 +119,11 @@ class Runner:
             with self._cache.lora_batch([(base, shape.rows)], rank_to=rank_to) as lora:
                 graph = self._capture(shape, lora if rank_class else None)
             self._graphs[shape, rank_class] = graph
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raises ValueError where the model hasn't one of them: a step with it fails."""
+        if min(tokens) < 0 or max(tokens) >= self._model.num_tokens:
+            raise ValueError(f"prompt: token ids are 0 to {self._model.num_tokens - 1}")
 
     def padded(self, work: Work) -> int:
         """The number of rows that a step is computed with."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
+from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -174,9 +174,9 @@ class Staged(Way):
 class Wait(Enum):
     """Who waits for an adapter that comes."""
 
-    NOBODY = "hint"
-    SOMEBODY = "demand"
-    A_STEP = "led"
+    NOBODY = auto()
+    SOMEBODY = auto()
+    A_STEP = auto()
     """Layer by layer; its own thread queues the chunks (`Transfer.lead`)."""
 
 
@@ -190,8 +190,8 @@ class Ways(NamedTuple):
 
     def of_wait(self, wait: Wait) -> Way:
         """The one for who waits."""
-        way: Way = getattr(self, wait.value)
-        return way
+        ways = {Wait.NOBODY: self.hint, Wait.SOMEBODY: self.demand, Wait.A_STEP: self.led}
+        return ways[wait]
 
     @classmethod
     def of(cls, streams: Streams, stack: LoraStack) -> Ways:

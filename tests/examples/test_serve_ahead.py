@@ -87,6 +87,7 @@ class Noting:
     def __init__(self, engine: Any) -> None:
         self._runner = engine._runner
         self.padded, self.close = self._runner.padded, self._runner.close
+        self.check = self._runner.check
         self.noted: list[tuple[str, int]] = []
         self.launches = 0
         self.breaks_at: int | None = None

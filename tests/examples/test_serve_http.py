@@ -245,7 +245,7 @@ def test_what_breaks_a_step_is_not_taken_for_the_client(
         runner, go_on = engine._runner, threading.Event()
 
         class Breaks:
-            padded, close = runner.padded, runner.close
+            padded, check, close = runner.padded, runner.check, runner.close
 
             def __call__(self, work: Any, lora: Any) -> Any:
                 if go_on.is_set():

@@ -85,6 +85,7 @@ class Keeping:
 
     def __init__(self, model: Any, seen: list[Any]) -> None:
         self._model, self._seen, self.device = model, seen, model.device
+        self.num_tokens = model.num_tokens
 
     def __call__(self, rows: Any, lora: Any) -> Any:
         logits = self._model(rows, lora)
