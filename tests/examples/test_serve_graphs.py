@@ -184,6 +184,7 @@ class Checking:
     def __init__(self, engine: Any) -> None:
         self._runner, self._cache = engine._runner, engine.cache
         self.padded, self.close = self._runner.padded, self._runner.close
+        self.check = self._runner.check
         self.shapes: list[Shape] = []
         engine._runner = self
 
