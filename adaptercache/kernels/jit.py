@@ -11,8 +11,8 @@ __all__ = ["kernel", "pick", "share_of"]
 
 # Numbers that only shift addresses, and tables that are read one number at a time: what they are
 # makes no other binary. Of x and y it matters, since they are read sixteen bytes at a time.
-_NUMBERS = ("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens")
-_TABLES = ("pages", "start", "rank", "scaling", "work", "counters")
+NUMBERS = ("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens")
+TABLES = ("pages", "start", "rank", "scaling", "work", "counters")
 
 
 def kernel(function: Any) -> Any:
@@ -20,8 +20,8 @@ def kernel(function: Any) -> Any:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(
         function,
-        do_not_specialize=[name for name in names if name in _NUMBERS],
-        do_not_specialize_on_alignment=[name for name in names if name in _TABLES],
+        do_not_specialize=[name for name in names if name in NUMBERS],
+        do_not_specialize_on_alignment=[name for name in names if name in TABLES],
     )
 
 

@@ -43,19 +43,19 @@ def add_lora_triton(
     stack = batch.stack
     work = address(batch.work())
     alone = batch.shape.is_small and all_singles(group.elements, batch.rank_class, rows)
-    kind = (batch.rank_class, rows <= SHORT, alone, batch.shape.is_small, rows > LONG)
+    x_at, x_stride = address(x), x.stride(0)
+    outputs, strides, aligned = _outputs(y, group)
+    aligned = aligned and not (x_stride % 16 or x.data_ptr() % 16)
+    kind = (batch.rank_class, rows <= SHORT, alone, batch.shape.is_small, rows > LONG, aligned)
     launches = group.launches.get(kind)
     if launches is None:
-        launches = group.launches[kind] = _launches(batch, group, alone)
+        launches = group.launches[kind] = _launches(batch, group, alone, aligned)
     of_batch: tuple[Any, ...] = (work,)
     units = rows
     if not batch.shape.is_small:
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         units = batch.shape.max_groups if capturing else max(1, batch.num_groups)
         of_batch = (work, batch.shape.max_groups)
-    x_at, x_stride = address(x), x.stride(0)
-    outputs, strides, aligned = _outputs(y, group)
-    aligned = aligned and not (x_stride % 16 or x.data_ptr() % 16)
     for launch in launches:
         pair = launch.pair
         sums, zeros = stack.scratch(rows * pair.scratch, rows * pair.counters)
@@ -76,7 +76,7 @@ def add_lora_triton(
         batch.has_launched = True
 
 
-def _launches(batch: LoraBatch, group: Group, alone: bool) -> tuple[_Launch, ...]:
+def _launches(batch: LoraBatch, group: Group, alone: bool, aligned: bool) -> tuple[_Launch, ...]:
     stack, rank_class = batch.stack, batch.rank_class
     at_once = modules_at_once(rank_class)
     tables = tuple(map(address, (stack.arena, stack.pages, stack.start, stack.rank)))
@@ -84,7 +84,7 @@ def _launches(batch: LoraBatch, group: Group, alone: bool) -> tuple[_Launch, ...
     for i in range(0, len(group.modules), at_once):
         modules = slice(i, i + at_once)
         shape = (group.in_features, group.widths[modules], rank_class, batch.num_rows)
-        pair = pair_for(stack, *shape, all_singles=alone)
+        pair = pair_for(stack, *shape, all_singles=alone, aligned=aligned)
         paging = (stack.table.stride(0), stack.shape.num_pages, *_three(group.sites[modules]))
         to_expand = (*tables, address(stack.scaling), *paging)
         launches.append(_Launch(pair, modules, (*tables, *paging), to_expand))

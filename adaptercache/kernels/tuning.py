@@ -54,6 +54,20 @@ class Bgmv:
     from_l2: int
     shrink_words: int | None
     expand_words: int | None
+    # `fragments`: columns of A a warp at once, warps of a shrink's program, chunks of 16 rows
+    # of A that they do, at most how many parts of K; columns of Bᵀ a warp at once, warps of an
+    # expand's program, parts of K that it reads at once, and whether it does blocks side by side.
+    fragments: bool = False
+    frag_bk: int = 128
+    frag_warps: int = 8
+    frag_chunks: int = 1
+    frag_parts: int = 16
+    frag_bn: int = 128
+    frag_expand_warps: int = 1
+    frag_at_once: int = 8
+    frag_runs: bool = True
+    frag_shrink_words: int | None = 255
+    frag_expand_words: int | None = 168
 
 
 @dataclass(frozen=True, slots=True)

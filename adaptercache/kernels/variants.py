@@ -13,7 +13,7 @@ import triton
 from adaptercache.kernels import bgmv, sgmv
 from adaptercache.kernels.binary import INTERPRETED, Binary, has_pdl
 from adaptercache.kernels.stack import LoraStack
-from adaptercache.kernels.tuning import all_singles, bgmv_blocks, modules_at_once, sgmv_blocks
+from adaptercache.kernels.tuning import Bgmv, all_singles, bgmv_blocks, modules_at_once, sgmv_blocks
 from adaptercache.kernels.work import LARGE_TILE, LONG, SHORT, SMALL
 
 __all__ = ["Pair", "compile_group", "pair_for"]
@@ -43,12 +43,13 @@ def pair_for(
     num_rows: int,
     *,
     all_singles: bool,
+    aligned: bool = True,
 ) -> Pair:
     """The binaries for modules of these widths that share an input of width ``k``."""
     stacks = (stack.device, stack.dtype, stack.shape.page_elems, stack.shape.rows)
     shape = (k, tuple(widths), rank_class)
     if num_rows <= SMALL:
-        return _bgmv_pair(*stacks, *shape, num_rows <= SHORT, all_singles)
+        return _bgmv_pair(*stacks, *shape, num_rows <= SHORT, all_singles, aligned)
     return _sgmv_pair(*stacks, *shape, num_rows > LONG)
 
 
@@ -81,6 +82,7 @@ def _bgmv_pair(
     rank_class: int,
     is_short: bool,
     alone: bool,
+    y_aligned: bool = True,
 ) -> Pair:
     shape = (k, widths, rank_class)
     blocks = bgmv_blocks(*shape, itemsize=dtype.itemsize, is_short=is_short, all_singles=alone)
@@ -88,6 +90,12 @@ def _bgmv_pair(
     splits = -(-k // blocks.bk)
     room = max(splits, -(-k // blocks.group_bk))
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
+    gluon = blocks.fragments and aligned and y_aligned  # it reads y by 32 bits
+    gluon = gluon and not (blocks.all_singles or INTERPRETED)
+    if gluon and dtype == torch.bfloat16:
+        pair = _fragments_pair(device, dtype, page_elems, rows, *shape, blocks)
+        if pair is not None:
+            return pair
     paged = _paged(device, dtype, page_elems, rows, aligned)
     shrink = {
         **{"K": k, "M": len(widths), "RANK": rank_class, "BK": blocks.bk, **paged},
@@ -120,6 +128,67 @@ def _bgmv_pair(
         counters=len(widths) * rank_class // 16,
         shrink_programs=len(widths) * room * rank_class // 16,
         expand_programs=sum(-(-width // min(blocks.bn, 128)) for width in widths),
+    )
+
+
+def _fragments_pair(
+    device: torch.device,
+    dtype: torch.dtype,
+    page_elems: int,
+    rows: int,
+    k: int,
+    widths: tuple[int, ...],
+    rank_class: int,
+    blocks: Bgmv,
+) -> Pair | None:
+    """An experiment: groups alone. None where it has no binaries for the shape."""
+    from adaptercache.kernels import fragments
+
+    bk, warps = blocks.frag_bk, blocks.frag_warps
+    while k % bk:
+        bk //= 2
+    while bk * warps > k and warps > 1:
+        warps //= 2
+    chunks = min(blocks.frag_chunks, warps, rank_class // 16)
+    wide = bk * warps // chunks
+    loops = -(-k // (wide * blocks.frag_parts))
+    splits = -(-k // (wide * loops))
+    bn, expand_warps = blocks.frag_bn, blocks.frag_expand_warps
+    while any(width % (bn * expand_warps) for width in widths):
+        if expand_warps > 1:
+            expand_warps //= 2
+        else:
+            bn //= 2
+    if min(bk, bn) < 64 or page_elems % 512 or rank_class > 128:
+        return None
+    types = _types(dtype, torch.int32)
+    both = {
+        **{"K": k, "M": len(widths), "RANK": rank_class},
+        **{"PAGE_ELEMS": page_elems, "ROWS": rows, "PDL": has_pdl(device)},
+    }
+    shrink = {**both, "BK": bk, "LOOPS": loops, "CHAINS": min(4, bk // 64), "WARPS": warps}
+    shrink["AT_ONCE"] = chunks
+    expand = {
+        **{**both, **_widths(widths), "SPLITS": splits, "BN": bn, "WARPS": expand_warps},
+        **{"AT_ONCE": min(splits, blocks.frag_at_once), "RUNS": blocks.frag_runs},
+    }
+    parts = len(widths) * splits * rank_class // 16  # of a group
+    return Pair(
+        Binary(
+            *(fragments.fragment_shrink, device, shrink, types[0], warps),
+            max_words=blocks.frag_shrink_words,
+            is_persistent=True,
+        ),
+        Binary(
+            *(fragments.fragment_expand, device, expand, types[1], expand_warps),
+            max_words=blocks.frag_expand_words,
+            is_persistent=True,
+        ),
+        pdl=has_pdl(device),
+        scratch=256 * parts,
+        counters=len(widths) * rank_class // 16,
+        shrink_programs=parts // chunks,
+        expand_programs=sum(widths) // (bn * expand_warps),
     )
 
 

@@ -102,7 +102,7 @@ class WorkShape:
     @property
     def numel(self) -> int:
         singles = self.num_rows if self.is_small else 0
-        return HEADER + (1 + self.tile) * self.max_groups + 2 * singles
+        return HEADER + (1 + self.tile) * self.max_groups + 4 * singles
 
     def lay_out(
         self, segments: Sequence[tuple[int, int]], rank_class: int, ranks: Mapping[int, int]
@@ -146,12 +146,19 @@ class WorkShape:
         all_tokens = [len(each.slots) + len(each.grouped_slots) for each in by_rank]
         numbers = array("i", (len(groups), *singles, *all_tokens, sum_of_ranks))
         _extend(numbers, groups, self.max_groups)
+        firsts = tokens[::tile]
+        tokens.extend(array("i", [-1]) * (self.max_groups * tile - len(tokens)))
         _extend(numbers, tokens, self.max_groups * tile)
         if self.is_small:
             of_all = (slots for each in by_rank for slots in (each.slots, each.grouped_slots))
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
             of_all = (rows for each in by_rank for rows in (each.rows, each.grouped_rows))
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
+            for each in by_rank:
+                groups += each.slots
+                firsts.extend(array("i", each.rows))
+            _extend(numbers, groups, self.num_rows)
+            _extend(numbers, firsts, self.num_rows)
         return numbers
 
 
