@@ -200,14 +200,15 @@ class Call:
         if not batch.shape.is_small:
             raise ValueError(f"{rows} rows are no decode")
         alone = all_singles(group.elements, batch.rank_class, rows)
-        (launch,) = _launches(batch, group, alone)  # of more, each would need scratch of its own
-        self.pair = pair = launch.pair
         at, apart, aligned = _outputs(y, group)
-        self._aligned = aligned and not (x.stride(0) % 16 or x.data_ptr() % 16)
+        self._aligned = aligned = aligned and not (x.stride(0) % 16 or x.data_ptr() % 16)
+        (launch,) = _launches(batch, group, alone, aligned)  # of more, each had scratch of its own
+        self.pair = pair = launch.pair
         sums, zeros = batch.stack.scratch(rows * pair.scratch, rows * pair.counters)
         shared = address(batch.work()), address(sums)
+        counters = (address(zeros),) if pair.counters else ()
         of_x = (address(x), x.stride(0))
-        self._to_shrink = (*of_x, *launch.to_shrink, *shared, address(zeros), rows)
+        self._to_shrink = (*of_x, *launch.to_shrink, *shared, *counters, rows)
         self._to_expand = (*_three(at), *_three(apart), *launch.to_expand, *shared, rows)
         self._rows = rows
 

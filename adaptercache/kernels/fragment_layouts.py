@@ -1,29 +1,23 @@
-"""Which thread holds what: layouts of `fragments`, and what its kernels share."""
+"""Which thread holds what in `fragments`, so that tensor cores find it in registers.
+
+An operand of ``mma.m16n8k16`` has a fixed place for each of its numbers. But k, which is summed
+over, may come in any order that both operands have, and so in one that is read 16 bytes at a time;
+and the columns of a product may be any.
+"""
 
 from __future__ import annotations
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 __all__ = [
     "b_layout",
-    "by_twos",
-    "group_of",
-    "launch_dependents",
-    "load_steps",
     "mma_layout",
-    "number_of",
     "operand_layout",
-    "pages_of",
     "parts_layout",
-    "pick",
-    "pointers_to",
     "sums_layout",
-    "tokens_of_operand",
+    "tokens_of_x",
     "tokens_of_y",
-    "two",
-    "wait",
     "y_layout",
 ]
 
@@ -35,29 +29,28 @@ def mma_layout(warps):
 
 
 @constexpr_function
-def operand_layout(index, warps, k_width):
-    """k is permuted, in both operands alike: a thread holds ``k_width`` that lie side by side."""
-    return gl.DotOperandLayout(
-        index, gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8]), k_width
-    )
+def operand_layout(index, warps, side_by_side):
+    """Of a product's left (0) or right (1) operand: how many k a thread holds side by side."""
+    product = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+    return gl.DotOperandLayout(index, product, side_by_side)
 
 
 @constexpr_function
-def parts_layout(slices, chunks, warps):
-    """Of the shrink's parts [slice, 256 · chunk]: a thread has its numbers of all slices."""
-    registers, lanes, its_warps = _spread(256 * chunks, warps)
+def parts_layout(slices, warps):
+    """Of what warps have summed [slice, 256]: a thread has its numbers of all slices."""
+    held, lanes, its_warps = _spread(256, warps)
     return gl.DistributedLinearLayout(
-        [[0, at] for at in registers] + [[at, 0] for at in (1, 2, 4, 8) if at < slices],
-        [[0, at] for at in lanes], [[0, at] for at in its_warps], [], [slices, 256 * chunks],
+        [[0, at] for at in held] + [[at, 0] for at in (1, 2, 4, 8) if at < slices],
+        [[0, at] for at in lanes], [[0, at] for at in its_warps], [], [slices, 256],
     )  # fmt: skip
 
 
 @constexpr_function
 def sums_layout(rank, warps):
-    """Of a part of all chunks [16 · rank]: each warp has other numbers."""
-    registers, lanes, its_warps = _spread(16 * rank, warps)
+    """Of a part of all rows [16 · rank]: each warp has other numbers."""
+    held, lanes, its_warps = _spread(16 * rank, warps)
     return gl.DistributedLinearLayout(
-        [[at] for at in registers], [[at] for at in lanes], [[at] for at in its_warps], [],
+        [[at] for at in held], [[at] for at in lanes], [[at] for at in its_warps], [],
         [16 * rank],
     )  # fmt: skip
 
@@ -73,20 +66,20 @@ def _spread(numbers, warps):
 
 
 @constexpr_function
-def b_layout(rank, warps):
-    """Of Bᵀ by twos [warp, rank, 32]: a thread has 8 columns side by side, of rows that the mma wants
-    of it."""
+def b_layout(warps):
+    """Of 64 columns of 16 rows of Bᵀ, two columns a number [warp, 16, 32]: a thread has 8 columns
+    side by side, of the rows that the mma wants of it."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0]]
-        + [[0, at, 0] for at in (16, 32, 64, 128, 256) if at < rank],
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0]],
         [[0, 2, 0], [0, 4, 0], [0, 0, 16], [0, 0, 4], [0, 0, 8]],
-        [[at, 0, 0] for at in (1, 2, 4) if at < warps], [], [warps, rank, 32],
+        [[at, 0, 0] for at in (1, 2, 4) if at < warps], [], [warps, 16, 32],
     )  # fmt: skip
 
 
 @constexpr_function
 def y_layout(warps):
-    """Of y by twos [warp, token, 32]: a thread has 8 columns side by side, twice, of two tokens."""
+    """Of 64 columns of y, two a number [warp, token, 32]: a thread has 8 columns side by side,
+    twice, of two tokens."""
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 8, 0], [0, 0, 16]],
         [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
@@ -95,99 +88,12 @@ def y_layout(warps):
 
 
 @constexpr_function
-def tokens_of_operand(warps):
-    """Of a group's 16 tokens, as `fragment_units.shrink_unit` takes them."""
+def tokens_of_x(warps):
+    """Of a group's 16 tokens, as the shrink's left operand has them."""
     return gl.SliceLayout(0, gl.SliceLayout(2, operand_layout(0, warps, 8)))
 
 
 @constexpr_function
 def tokens_of_y(warps):
-    """As `fragment_units.expand_run` takes them."""
+    """Of a group's 16 tokens, as `y_layout` has them."""
     return gl.SliceLayout(0, gl.SliceLayout(2, y_layout(warps)))
-
-
-@gluon.jit
-def wait():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def launch_dependents():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // dummy $0",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def pick(m, v0, v1, v2, M: gl.constexpr):
-    v = v0
-    if M > 1:
-        v = gl.where(m == 1, v1, v)
-    if M > 2:
-        v = gl.where(m == 2, v2, v)
-    return v
-
-
-@gluon.jit
-def group_of(work, group, max_groups, TOKENS: gl.constexpr):
-    """Its slot and its tokens; may be asked for before it is known whether there is such a group."""
-    t = gl.arange(0, 16, layout=TOKENS)
-    tokens = max_groups
-    max_groups = tokens // 2
-    there = group < tokens
-    units = work + 8 + max_groups * 17 + tokens * 2
-    slot = gl.load(units + group, mask=there, other=0)
-    first = gl.load(units + tokens + group, mask=there, other=-1)
-    at = work + 8 + max_groups + group * 16 + t
-    others = gl.load(at, mask=(group < max_groups) & (t > 0), other=-1)
-    return slot, gl.where(t == 0, first, others)
-
-
-@gluon.jit
-def number_of(work):
-    """Groups, and all units."""
-    groups = gl.load(work)
-    return groups, groups + gl.load(work + 1) + gl.load(work + 2) + gl.load(work + 3)
-
-
-@gluon.jit
-def pages_of(slot_pages, element, mask, PAGE_ELEMS: gl.constexpr, ROWS: gl.constexpr):
-    """Pages of elements of a slot's vector, as in `paging.load_tile`."""
-    return gl.load(slot_pages + element // PAGE_ELEMS // ROWS, mask=mask, other=0)
-
-
-@gluon.jit
-def pointers_to(
-    arena, page, num_pages, element, MULTIPLE: gl.constexpr, PAGE_ELEMS: gl.constexpr,
-    ROWS: gl.constexpr,
-):  # fmt: skip
-    """To these elements, multiples of 16."""
-    row = (element // PAGE_ELEMS % ROWS).to(gl.int32)
-    at = (row * num_pages + page).to(gl.int64) * PAGE_ELEMS
-    return arena + gl.multiple_of(at + (element % PAGE_ELEMS).to(gl.int64), MULTIPLE)
-
-
-@gluon.jit
-def by_twos(pointers):
-    """Numbers of 32 bits, since of tensors that a loop carries each number takes a register."""
-    return pointers.to(gl.pointer_type(gl.int32), bitcast=True)
-
-
-@gluon.jit
-def two(even, odd):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [odd, even],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def load_steps(pointers, mask, STEPS: gl.constexpr, APART: gl.constexpr):
-    """What lies there, and STEPS - 1 times APART elements further."""
-    tiles = ()
-    for step in gl.static_range(STEPS):
-        tiles = tiles + (gl.load(pointers + step * APART, mask=mask, other=0),)
-    return tiles

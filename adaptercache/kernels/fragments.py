@@ -1,11 +1,15 @@
-"""An experiment (ADAPTERCACHE_FRAGMENTS=1): groups of tokens that share an adapter, by fragments.
+"""BGMV by fragments: few tokens, bfloat16, ranks up to 64.
 
-Gluon, so that layouts are ours: operands of ``mma.m16n8k16`` come straight from global memory into the
-registers where the tensor cores want them; shared memory only adds up what warps have, and no counter.
-Parts of K are stored as they lie in the accumulators, 1 KiB a part, and each program of the expand adds
-them up, once for a run of columns: as accumulators lie, so lies the next product's left operand.
+Gluon, so that layouts are ours: operands of the tensor cores' ``mma.m16n8k16`` come straight from
+global memory into the registers where it wants them (`fragment_layouts`), and shared memory only
+adds up what warps have. Tokens that share an adapter go in groups of up to 16; a single is a group
+of one, since it is the adapter's bytes that take the time. However a batch is grouped, a token's
+sums are made in the same order, so equal inputs give equal bits.
 
-Only groups are done, not singles; only aligned shapes, only bfloat16.
+Parts of K are stored as they lie in the accumulators, and each program of the expand adds them up,
+once for a run of columns: as accumulators lie, so lies the next product's left operand. Programs
+stride over the work that the batch brings, so one CUDA graph serves every popularity and every mix
+of ranks. What has no binary here (`tuning.fragment_blocks`) is left to `bgmv`.
 """
 
 from __future__ import annotations
@@ -15,46 +19,35 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from adaptercache.kernels.fragment_layouts import (
-    group_of,
-    launch_dependents,
-    number_of,
-    pick,
-    tokens_of_operand,
-    tokens_of_y,
-)
-from adaptercache.kernels.fragment_units import expand_run, shrink_unit
-from adaptercache.kernels.jit import NUMBERS, TABLES
+from adaptercache.kernels.fragment_expand import expand_run
+from adaptercache.kernels.fragment_layouts import tokens_of_x, tokens_of_y
+from adaptercache.kernels.fragment_reads import group_of, launch_dependents, numbers_of
+from adaptercache.kernels.fragment_shrink import shrink_part
+from adaptercache.kernels.groups import block_of
+from adaptercache.kernels.jit import alike, pick
 
 __all__ = ["fragment_expand", "fragment_shrink"]
 
 
 def _kernel(function: Any) -> Any:
-    """As `jit.kernel`, for Gluon."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return gluon.jit(
-        function,
-        do_not_specialize=[name for name in names if name in NUMBERS],
-        do_not_specialize_on_alignment=[name for name in names if name in TABLES],
-    )
+    return gluon.jit(function, **alike(function))
 
 
 @_kernel
 def fragment_shrink(
-    x,
+    x,  # [tokens, K], rows strided
     x_stride,
     arena,
-    pages,
+    pages,  # int32 [slots, …], rows strided by table_stride, as start and rank
     start,
     rank,
     table_stride,
     num_pages,
-    site0,
+    site0,  # the modules' indices in the tables
     site1,
     site2,
     work,
     partials,  # float32 [M, groups, RANK / 16, SPLITS, 256]
-    counters,  # not used
     tokens,
     K: gl.constexpr,
     M: gl.constexpr,
@@ -62,71 +55,57 @@ def fragment_shrink(
     BK: gl.constexpr,  # columns a slice: 64 and more, divides 512 and K
     LOOPS: gl.constexpr,
     CHAINS: gl.constexpr,
-    AT_ONCE: gl.constexpr,  # chunks of 16 rows of A a program
     WARPS: gl.constexpr,
     PAGE_ELEMS: gl.constexpr,
     ROWS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Parts of ``x Aᵀ`` of all groups, 16 rows of A, or as many times as many, a unit of work."""
+    """Semantics: ``partials[m, g, i // 16, s]`` holds ``Σ_k x[t, k] · A_m[i, k]`` over the s-th
+    BK · WARPS · LOOPS columns, for group g's tokens t, with A of its slot, in the order that
+    `shrink_part` says. A unit of work is 16 rows i and one s. Where its weights begin takes two
+    look-ups, one after the other, that are made while the units before it are read."""
     if PDL:
         launch_dependents()
-    TOKENS: gl.constexpr = tokens_of_operand(WARPS)
-    SLICES: gl.constexpr = WARPS // AT_ONCE * LOOPS
+    TOKENS: gl.constexpr = tokens_of_x(WARPS)
+    SLICES: gl.constexpr = WARPS * LOOPS
     SPLITS: gl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
-    CHUNKS: gl.constexpr = RANK // 16
-    EACH: gl.constexpr = SPLITS * M * CHUNKS // AT_ONCE  # units a group
-    max_groups = tokens
-    unit = gl.program_id(0)
-    slot, token = group_of(work, unit // EACH, max_groups, TOKENS)
-    groups, units = number_of(work)
-    units *= EACH
+    CHUNKS: gl.constexpr = M * (RANK // 16)
+    EACH: gl.constexpr = SPLITS * CHUNKS  # units a group
     programs = gl.num_programs(0)
-    at = slot * table_stride + pick(unit // SPLITS % (M * CHUNKS // AT_ONCE) * AT_ONCE // CHUNKS, site0, site1, site2, M)
+    unit = gl.program_id(0)
+    slot, token = group_of(work, unit // EACH, tokens, TOKENS)
+    several, groups = numbers_of(work)
+    at = slot * table_stride + pick(unit // SPLITS % CHUNKS // (RANK // 16), site0, site1, site2, M)
     r = gl.load(rank + at)
     begin = gl.load(start + at) * 512
-    next_slot, next_token = group_of(work, (unit + programs) // EACH, max_groups, TOKENS)
-    while unit < units:
-        group = unit // EACH
+    next_slot, next_token = group_of(work, (unit + programs) // EACH, tokens, TOKENS)
+    while unit < groups * EACH:
         later = unit + programs
-        at = next_slot * table_stride + pick(later // SPLITS % (M * CHUNKS // AT_ONCE) * AT_ONCE // CHUNKS, site0, site1, site2, M)
+        m = later // SPLITS % CHUNKS // (RANK // 16)
+        at = next_slot * table_stride + pick(m, site0, site1, site2, M)
         next_r = gl.load(rank + at)
         next_begin = gl.load(start + at) * 512
-        last_slot, last_token = group_of(work, (later + programs) // EACH, max_groups, TOKENS)
+        last_slot, last_token = group_of(work, (later + programs) // EACH, tokens, TOKENS)
+        group = unit // EACH
+        chunk = unit // SPLITS % CHUNKS
         split = unit % SPLITS
-        chunk = unit // SPLITS % (M * CHUNKS // AT_ONCE) * AT_ONCE
-        m = chunk // CHUNKS
-        if chunk % CHUNKS * 16 < r:
-            part = ((m * max_groups + group) * CHUNKS + chunk % CHUNKS) * SPLITS + split
-            shrink_unit(
-                x, x_stride, token, arena, pages + slot * table_stride, num_pages, begin, r,
-                chunk % CHUNKS * 16, split * SLICES, partials + part * 256, SPLITS * 256, group >= groups, K, BK,
-                LOOPS, CHAINS, AT_ONCE, WARPS, PAGE_ELEMS, ROWS, PDL,
+        first_row = chunk % (RANK // 16) * 16
+        if first_row < r:
+            part = chunk // (RANK // 16) * tokens + group
+            part = (part * (RANK // 16) + chunk % (RANK // 16)) * SPLITS + split
+            shrink_part(
+                x, x_stride, token, group >= several, arena, pages + slot * table_stride, num_pages,
+                begin, r, first_row, split * SLICES, partials + part.to(gl.int64) * 256, K, BK,
+                LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
-        unit += programs
+        unit = later
         slot, token, r, begin = next_slot, next_token, next_r, next_begin
         next_slot, next_token = last_slot, last_token
 
 
-@gluon.jit
-def _share(units, RUNS: gl.constexpr):
-    """A program's units, as a range: as `jit.share_of`."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    first = program
-    end = units
-    if RUNS:
-        end = gl.minimum(units, program + 1)
-        if units > programs:  # else there is no need to divide
-            longer = units % programs
-            first = program * (units // programs) + gl.minimum(program, longer)
-            end = first + units // programs + gl.where(program < longer, 1, 0)
-    return first, end
-
-
 @_kernel
 def fragment_expand(
-    y0,
+    y0,  # [tokens, N0], rows strided; likewise y1, y2
     y1,
     y2,
     y_stride0,
@@ -155,41 +134,39 @@ def fragment_expand(
     BN: gl.constexpr,
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
-    RUNS: gl.constexpr,  # blocks side by side, or every so many
     PAGE_ELEMS: gl.constexpr,
     ROWS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """All groups and columns; a run of blocks of one group and module at once."""
+    """Semantics: ``y_m[t] += scaling · (Σ_s partials[m, g, :, s]) · B_mᵀ`` for the tokens t of each
+    group g. A program does a run of blocks of columns, of which those of one group and module are
+    done at once."""
     if PDL:
         launch_dependents()
     TOKENS: gl.constexpr = tokens_of_y(WARPS)
-    B0: gl.constexpr = N0 // (BN * WARPS)
-    B1: gl.constexpr = N1 // (BN * WARPS)
-    BLOCKS: gl.constexpr = B0 + B1 + N2 // (BN * WARPS)
-    HALF: gl.constexpr = (
-        RANK // 2 if RANK > 16 else 0
-    )  # adapters of up to it have code of their own
-    max_groups = tokens
-    known = gl.program_id(0) // BLOCKS  # right where programs have a unit at most
-    slot, token = group_of(work, known, max_groups, TOKENS)
-    groups, units = number_of(work)
-    unit, end = _share(units * BLOCKS, RUNS)
+    BLOCK: gl.constexpr = BN * WARPS
+    B0: gl.constexpr = N0 // BLOCK
+    B1: gl.constexpr = N1 // BLOCK
+    BLOCKS: gl.constexpr = B0 + B1 + N2 // BLOCK
+    HALF: gl.constexpr = RANK // 2 if RANK > 16 else 0  # adapters of up to it: code of their own
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    known = program // BLOCKS  # right where programs have a unit at most
+    slot, token = group_of(work, known, tokens, TOKENS)
+    several, groups = numbers_of(work)
+    unit = program
+    end = gl.minimum(groups * BLOCKS, program + 1)
+    if groups * BLOCKS > programs:
+        each = groups * BLOCKS // programs
+        longer = groups * BLOCKS % programs  # programs that have a unit more
+        unit = program * each + gl.minimum(program, longer)
+        end = unit + each + gl.where(program < longer, 1, 0)
     while unit < end:
         group = unit // BLOCKS
-        block = unit % BLOCKS
         if group != known:
-            slot, token = group_of(work, group, max_groups, TOKENS)
+            slot, token = group_of(work, group, tokens, TOKENS)
             known = group
-        m = 0
-        if M > 1:
-            m += gl.where(block >= B0, 1, 0)
-        if M > 2:
-            m += gl.where(block >= B0 + B1, 1, 0)
-        blocks = 1
-        if RUNS:
-            blocks = gl.minimum(end - unit, pick(m, B0, B0 + B1, BLOCKS, M) - block)
-        column = (block - pick(m, 0, B0, B0 + B1, M)) * (BN * WARPS)
+        m, column = block_of(unit % BLOCKS, B0, B1, BLOCK, M)
+        blocks = gl.minimum(end - unit, pick(m, B0, B0 + B1, BLOCKS, M) - unit % BLOCKS)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
         r = gl.load(rank + at)
         begin = gl.load(start + at) * 512 + (r * K + 511) // 512 * 512
@@ -197,21 +174,18 @@ def fragment_expand(
         y = pick(m, y0, y1, y2, M)
         y_stride = pick(m, y_stride0, y_stride1, y_stride2, M)
         width = pick(m, N0, N1, N2, M)
-        parts = partials + (m * max_groups + group) * (RANK * 16 * SPLITS)
+        parts = partials + (m * tokens + group).to(gl.int64) * (RANK * 16 * SPLITS)
         if r > HALF:
             expand_run(
-                y, y_stride, token, arena, pages + slot * table_stride, num_pages, begin, r, scale,
-                column, width, blocks, parts, group >= groups, SPLITS, RANK, BN, WARPS, AT_ONCE, PAGE_ELEMS, ROWS,
-                PDL,
+                y, y_stride, token, group >= several, arena, pages + slot * table_stride, num_pages,
+                begin, r, scale, column, width, blocks, parts, SPLITS, RANK, BN, WARPS, AT_ONCE,
+                PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
-        if HALF > 0:
+        if HALF > 0:  # noqa: SIM102 (known when it is compiled)
             if (r > 0) & (r <= HALF):
                 expand_run(
-                    y, y_stride, token, arena, pages + slot * table_stride, num_pages, begin, r,
-                    scale, column, width, blocks, parts, group >= groups, SPLITS, HALF, BN, WARPS, AT_ONCE,
-                    PAGE_ELEMS, ROWS, PDL,
+                    y, y_stride, token, group >= several, arena, pages + slot * table_stride,
+                    num_pages, begin, r, scale, column, width, blocks, parts, SPLITS, HALF, BN,
+                    WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
-        if RUNS:
-            unit += blocks
-        else:
-            unit += gl.num_programs(0)
+        unit += blocks

@@ -7,22 +7,26 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["kernel", "pick", "share_of"]
+__all__ = ["alike", "kernel", "pick", "share_of"]
 
 # Numbers that only shift addresses, and tables that are read one number at a time: what they are
 # makes no other binary. Of x and y it matters, since they are read sixteen bytes at a time.
-NUMBERS = ("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens")
-TABLES = ("pages", "start", "rank", "scaling", "work", "counters")
+_NUMBERS = ("table_stride", "num_pages", "site0", "site1", "site2", "max_groups", "tokens")
+_TABLES = ("pages", "start", "rank", "scaling", "work", "counters")
 
 
 def kernel(function: Any) -> Any:
     """``triton.jit``, with as few binaries as can be."""
+    return triton.jit(function, **alike(function))
+
+
+def alike(function: Any) -> dict[str, list[str]]:
+    """What of its arguments makes no other binary."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(
-        function,
-        do_not_specialize=[name for name in names if name in NUMBERS],
-        do_not_specialize_on_alignment=[name for name in names if name in TABLES],
-    )
+    return {
+        "do_not_specialize": [name for name in names if name in _NUMBERS],
+        "do_not_specialize_on_alignment": [name for name in names if name in _TABLES],
+    }
 
 
 @triton.jit

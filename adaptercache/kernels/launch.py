@@ -60,9 +60,10 @@ def add_lora_triton(
         pair = launch.pair
         sums, zeros = stack.scratch(rows * pair.scratch, rows * pair.counters)
         partials = address(sums)
+        counters = (address(zeros),) if pair.counters else ()
         pair.shrink.launch(
             units * pair.shrink_programs,
-            (x_at, x_stride, *launch.to_shrink, *of_batch, partials, address(zeros), rows),
+            (x_at, x_stride, *launch.to_shrink, *of_batch, partials, *counters, rows),
             aligned=aligned,
             pdl=pair.pdl and batch.has_launched,
         )

@@ -17,9 +17,11 @@ from adaptercache.kernels.work import LARGE_TILE, LONG, SHORT, SMALL
 
 __all__ = [
     "Bgmv",
+    "Fragments",
     "Sgmv",
     "all_singles",
     "bgmv_blocks",
+    "fragment_blocks",
     "modules_at_once",
     "rows_alike",
     "sgmv_blocks",
@@ -54,20 +56,24 @@ class Bgmv:
     from_l2: int
     shrink_words: int | None
     expand_words: int | None
-    # `fragments`: columns of A a warp at once, warps of a shrink's program, chunks of 16 rows
-    # of A that they do, at most how many parts of K; columns of Bᵀ a warp at once, warps of an
-    # expand's program, parts of K that it reads at once, and whether it does blocks side by side.
-    fragments: bool = False
-    frag_bk: int = 128
-    frag_warps: int = 8
-    frag_chunks: int = 1
-    frag_parts: int = 16
-    frag_bn: int = 128
-    frag_expand_warps: int = 1
-    frag_at_once: int = 8
-    frag_runs: bool = True
-    frag_shrink_words: int | None = 255
-    frag_expand_words: int | None = 168
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """``bk``, ``bn``: columns of A and of Bᵀ a warp at once. ``loops``: of a shrink's program,
+    which make the parts of K fewer. ``…_words``: that a thread keeps at most."""
+
+    bk: int
+    loops: int
+    bn: int
+    shrink_warps: int
+    expand_warps: int
+    shrink_words: int
+    expand_words: int
+
+    def parts(self, in_features: int) -> int:
+        """Of K."""
+        return -(-in_features // (self.bk * self.shrink_warps * self.loops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,35 @@ def bgmv_blocks(
         from_l2=FROM_L2 // (len(out_features) * in_features + sum(out_features)),
         shrink_words={16: 96, 64: 128}.get(rank_class) if bk == 512 and itemsize == 2 else None,
         expand_words={16: 112, 64: 160}.get(rank_class) if itemsize == 2 else None,
+    )
+
+
+def fragment_blocks(
+    in_features: int, out_features: Sequence[int], rank_class: int, *, page_elems: int
+) -> Fragments | None:
+    """For few tokens in bfloat16. None: registers don't do for the rank class, or a width is no
+    multiple of 64, or a cell none of 512.
+
+    Bytes on their way are what counts: of B each warp asks for 4 KiB at once at rank class 16, and
+    8 KiB at 64, where fewer warps fit. Over rank 16 an expand would read more of the parts than of
+    B, if there were many.
+    """
+    few = rank_class <= 16
+    bk = _divisor([in_features], 128 if few else 64)
+    block = _divisor(out_features, 512 if few else 256)
+    if rank_class > 64 or min(bk, block) < 64 or page_elems % 512:
+        return None
+    bn = min(block, 128 if few else 64)
+    warps = min(4 if in_features <= 8192 else 8, _power_of_2(in_features // bk))
+    parts = 16 if few else 4 if in_features <= 8192 else 8
+    return Fragments(
+        bk=bk,
+        loops=-(-in_features // (bk * warps * parts)),
+        bn=bn,
+        shrink_warps=warps,
+        expand_warps=block // bn,
+        shrink_words=128,
+        expand_words=128 if few else 168,
     )
 
 

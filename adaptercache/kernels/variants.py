@@ -13,10 +13,19 @@ import triton
 from adaptercache.kernels import bgmv, sgmv
 from adaptercache.kernels.binary import INTERPRETED, Binary, has_pdl
 from adaptercache.kernels.stack import LoraStack
-from adaptercache.kernels.tuning import Bgmv, all_singles, bgmv_blocks, modules_at_once, sgmv_blocks
+from adaptercache.kernels.tuning import (
+    all_singles,
+    bgmv_blocks,
+    fragment_blocks,
+    modules_at_once,
+    sgmv_blocks,
+)
 from adaptercache.kernels.work import LARGE_TILE, LONG, SHORT, SMALL
 
 __all__ = ["Pair", "compile_group", "pair_for"]
+
+_HAS_GLUON = not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+"""As `fragments` needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,7 @@ class Pair:
     scratch: int
     """float32 elements a row."""
     counters: int
-    """A row, or a tile."""
+    """A row, or a tile; 0: its kernels take none."""
     shrink_programs: int
     """BGMV: that a row can keep busy; SGMV: that a tile can, as also the other."""
     expand_programs: int
@@ -45,11 +54,16 @@ def pair_for(
     all_singles: bool,
     aligned: bool = True,
 ) -> Pair:
-    """The binaries for modules of these widths that share an input of width ``k``."""
+    """The binaries for modules of these widths that share an input of width ``k``. ``aligned``: as
+    they will be launched (see `Binary.launch`)."""
     stacks = (stack.device, stack.dtype, stack.shape.page_elems, stack.shape.rows)
     shape = (k, tuple(widths), rank_class)
     if num_rows <= SMALL:
-        return _bgmv_pair(*stacks, *shape, num_rows <= SHORT, all_singles, aligned)
+        if aligned and stack.dtype == torch.bfloat16 and _HAS_GLUON:
+            pair = _fragments_pair(*stacks, *shape)
+            if pair is not None:
+                return pair
+        return _bgmv_pair(*stacks, *shape, num_rows <= SHORT, all_singles)
     return _sgmv_pair(*stacks, *shape, num_rows > LONG)
 
 
@@ -82,7 +96,6 @@ def _bgmv_pair(
     rank_class: int,
     is_short: bool,
     alone: bool,
-    y_aligned: bool = True,
 ) -> Pair:
     shape = (k, widths, rank_class)
     blocks = bgmv_blocks(*shape, itemsize=dtype.itemsize, is_short=is_short, all_singles=alone)
@@ -90,12 +103,6 @@ def _bgmv_pair(
     splits = -(-k // blocks.bk)
     room = max(splits, -(-k // blocks.group_bk))
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
-    gluon = blocks.fragments and aligned and y_aligned  # it reads y by 32 bits
-    gluon = gluon and not (blocks.all_singles or INTERPRETED)
-    if gluon and dtype == torch.bfloat16:
-        pair = _fragments_pair(device, dtype, page_elems, rows, *shape, blocks)
-        if pair is not None:
-            return pair
     paged = _paged(device, dtype, page_elems, rows, aligned)
     shrink = {
         **{"K": k, "M": len(widths), "RANK": rank_class, "BK": blocks.bk, **paged},
@@ -131,6 +138,7 @@ def _bgmv_pair(
     )
 
 
+@lru_cache(maxsize=4096)
 def _fragments_pair(
     device: torch.device,
     dtype: torch.dtype,
@@ -139,56 +147,44 @@ def _fragments_pair(
     k: int,
     widths: tuple[int, ...],
     rank_class: int,
-    blocks: Bgmv,
 ) -> Pair | None:
-    """An experiment: groups alone. None where it has no binaries for the shape."""
-    from adaptercache.kernels import fragments
-
-    bk, warps = blocks.frag_bk, blocks.frag_warps
-    while k % bk:
-        bk //= 2
-    while bk * warps > k and warps > 1:
-        warps //= 2
-    chunks = min(blocks.frag_chunks, warps, rank_class // 16)
-    wide = bk * warps // chunks
-    loops = -(-k // (wide * blocks.frag_parts))
-    splits = -(-k // (wide * loops))
-    bn, expand_warps = blocks.frag_bn, blocks.frag_expand_warps
-    while any(width % (bn * expand_warps) for width in widths):
-        if expand_warps > 1:
-            expand_warps //= 2
-        else:
-            bn //= 2
-    if min(bk, bn) < 64 or page_elems % 512 or rank_class > 128:
+    blocks = fragment_blocks(k, widths, rank_class, page_elems=page_elems)
+    if blocks is None:
         return None
-    types = _types(dtype, torch.int32)
+    from adaptercache.kernels import fragments  # Gluon, which older releases of Triton have not
+
+    to_shrink, to_expand = _types(dtype, torch.int32)
+    splits = blocks.parts(k)
     both = {
         **{"K": k, "M": len(widths), "RANK": rank_class},
         **{"PAGE_ELEMS": page_elems, "ROWS": rows, "PDL": has_pdl(device)},
     }
-    shrink = {**both, "BK": bk, "LOOPS": loops, "CHAINS": min(4, bk // 64), "WARPS": warps}
-    shrink["AT_ONCE"] = chunks
-    expand = {
-        **{**both, **_widths(widths), "SPLITS": splits, "BN": bn, "WARPS": expand_warps},
-        **{"AT_ONCE": min(splits, blocks.frag_at_once), "RUNS": blocks.frag_runs},
+    shrink = {
+        **{**both, "BK": blocks.bk, "LOOPS": blocks.loops, "CHAINS": blocks.bk // 64},
+        "WARPS": blocks.shrink_warps,
     }
-    parts = len(widths) * splits * rank_class // 16  # of a group
+    expand = {
+        **{**both, **_widths(widths), "SPLITS": splits, "AT_ONCE": min(splits, 8)},
+        **{"BN": blocks.bn, "WARPS": blocks.expand_warps},
+    }
+    units = len(widths) * splits * rank_class // 16  # of a group
     return Pair(
         Binary(
-            *(fragments.fragment_shrink, device, shrink, types[0], warps),
-            max_words=blocks.frag_shrink_words,
+            *(fragments.fragment_shrink, device, shrink, (*to_shrink[:-2], to_shrink[-1])),
+            blocks.shrink_warps,
+            max_words=blocks.shrink_words,
             is_persistent=True,
         ),
         Binary(
-            *(fragments.fragment_expand, device, expand, types[1], expand_warps),
-            max_words=blocks.frag_expand_words,
+            *(fragments.fragment_expand, device, expand, to_expand, blocks.expand_warps),
+            max_words=blocks.expand_words,
             is_persistent=True,
         ),
         pdl=has_pdl(device),
-        scratch=256 * parts,
-        counters=len(widths) * rank_class // 16,
-        shrink_programs=parts // chunks,
-        expand_programs=sum(widths) // (bn * expand_warps),
+        scratch=256 * units,
+        counters=0,
+        shrink_programs=units,
+        expand_programs=sum(widths) // (blocks.bn * blocks.expand_warps),
     )
 
 

@@ -11,11 +11,14 @@
 - of each group its tokens, −1 after the last;
 - of each token its slot, and
 - its row: those with adapters of ranks over 32, of 17 to 32, and the others, and of each of these
-  the singles first.
+  the singles first;
+- of each group, and then of each single, its slot, and
+- its first row.
 
 A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token of no group. BGMV
-takes groups and singles, or all tokens as if they were singles. SGMV has no path for singles: all
-its tokens are in groups, and the last two parts are not there.
+takes groups and singles, or all tokens as if they were singles; by fragments, it takes a single for
+a group of one. SGMV has no path for singles: all its tokens are in groups, and the last four parts
+are not there.
 """
 
 from __future__ import annotations
@@ -147,8 +150,7 @@ class WorkShape:
         numbers = array("i", (len(groups), *singles, *all_tokens, sum_of_ranks))
         _extend(numbers, groups, self.max_groups)
         firsts = tokens[::tile]
-        tokens.extend(array("i", [-1]) * (self.max_groups * tile - len(tokens)))
-        _extend(numbers, tokens, self.max_groups * tile)
+        _extend(numbers, tokens, self.max_groups * tile, b"\xff")
         if self.is_small:
             of_all = (slots for each in by_rank for slots in (each.slots, each.grouped_slots))
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
@@ -156,15 +158,16 @@ class WorkShape:
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
             for each in by_rank:
                 groups += each.slots
-                firsts.extend(array("i", each.rows))
+                firsts.extend(each.rows)
             _extend(numbers, groups, self.num_rows)
             _extend(numbers, firsts, self.num_rows)
         return numbers
 
 
-def _extend(numbers: array[int], part: Sequence[int], room: int) -> None:
+def _extend(numbers: array[int], part: Sequence[int], room: int, rest: bytes = b"\0") -> None:
+    """Add it, and ``rest``, a byte, up to its room."""
     numbers.extend(part if isinstance(part, array) else array("i", part))
-    numbers.frombytes(bytes(4 * (room - len(part))))
+    numbers.frombytes(rest * (4 * (room - len(part))))
 
 
 class _Tokens:

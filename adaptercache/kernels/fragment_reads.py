@@ -1,0 +1,80 @@
+"""What the kernels of `fragments` read: a step's work, and rows of an adapter out of the arena."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = [
+    "group_of",
+    "launch_dependents",
+    "load_steps",
+    "numbers_of",
+    "pages_of",
+    "pointers_to",
+    "wait",
+]
+
+
+@gluon.jit
+def launch_dependents():
+    """As ``tl.extra.cuda.gdc_launch_dependents``."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // dummy $0",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait():
+    """As ``tl.extra.cuda.gdc_wait``."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def numbers_of(work):
+    """Groups of several tokens, and all groups, with those of one (see `work`)."""
+    groups = gl.load(work)
+    return groups, groups + gl.load(work + 1) + gl.load(work + 2) + gl.load(work + 3)
+
+
+@gluon.jit
+def group_of(work, group, tokens, LAYOUT: gl.constexpr):
+    """Its slot, and its tokens [16], −1 after the last. May be asked for before it is known whether
+    there is such a group: then it has no tokens, or another batch's, and slot 0 or another's."""
+    t = gl.arange(0, 16, layout=LAYOUT)
+    several = tokens // 2  # the most there can be
+    of_all = work + 8 + several * 17 + tokens * 2
+    slot = gl.load(of_all + group, mask=group < tokens, other=0)
+    first = gl.load(of_all + tokens + group, mask=group < tokens, other=-1)
+    at = work + 8 + several + group * 16 + t
+    others = gl.load(at, mask=(group < several) & (t > 0), other=-1)
+    return slot, gl.where(t == 0, first, others)
+
+
+@gluon.jit
+def pages_of(slot_pages, element, mask, PAGE_ELEMS: gl.constexpr, ROWS: gl.constexpr):
+    """Pages of elements of a slot's vector (see `paging.load_tile`)."""
+    return gl.load(slot_pages + element // PAGE_ELEMS // ROWS, mask=mask, other=0)
+
+
+@gluon.jit
+def pointers_to(
+    arena, page, num_pages, element, MULTIPLE: gl.constexpr, PAGE_ELEMS: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """To elements in these pages. All are multiples of 16, which the compiler doesn't see."""
+    row = (element // PAGE_ELEMS % ROWS).to(gl.int32)
+    at = (row * num_pages + page).to(gl.int64) * PAGE_ELEMS
+    return arena + gl.multiple_of(at + (element % PAGE_ELEMS).to(gl.int64), MULTIPLE)
+
+
+@gluon.jit
+def load_steps(pointers, mask, STEPS: gl.constexpr, APART: gl.constexpr):
+    """What lies there, and STEPS - 1 times APART numbers further."""
+    tiles = ()
+    for step in gl.static_range(STEPS):
+        tiles += (gl.load(pointers + step * APART, mask=mask, other=0),)
+    return tiles
