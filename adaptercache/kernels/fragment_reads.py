@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 __all__ = [
+    "are_mixed",
     "group_of",
     "launch_dependents",
     "load_steps",
@@ -38,6 +39,13 @@ def numbers_of(work):
     """Groups of several tokens, and all groups, with those of one (see `work`)."""
     groups = gl.load(work)
     return groups, groups + gl.load(work + 1) + gl.load(work + 2) + gl.load(work + 3)
+
+
+@gluon.jit
+def are_mixed(work):
+    """Whether tokens have adapters of ranks over 32, of 17 to 32, and others, or two of these."""
+    over32, over16, others = gl.load(work + 4), gl.load(work + 5), gl.load(work + 6)
+    return gl.maximum(over32, gl.maximum(over16, others)) < over32 + over16 + others
 
 
 @gluon.jit

@@ -21,7 +21,12 @@ from triton.experimental.gluon import language as gl
 
 from adaptercache.kernels.fragment_expand import expand_run
 from adaptercache.kernels.fragment_layouts import tokens_of_x, tokens_of_y
-from adaptercache.kernels.fragment_reads import group_of, launch_dependents, numbers_of
+from adaptercache.kernels.fragment_reads import (
+    are_mixed,
+    group_of,
+    launch_dependents,
+    numbers_of,
+)
 from adaptercache.kernels.fragment_shrink import shrink_part
 from adaptercache.kernels.groups import block_of
 from adaptercache.kernels.jit import alike, pick
@@ -62,45 +67,57 @@ def fragment_shrink(
 ):
     """Semantics: ``partials[m, g, i // 16, s]`` holds ``Σ_k x[t, k] · A_m[i, k]`` over the s-th
     BK · WARPS · LOOPS columns, for group g's tokens t, with A of its slot, in the order that
-    `shrink_part` says. A unit of work is 16 rows i and one s. Where its weights begin takes two
-    look-ups, one after the other, that are made while the units before it are read."""
+    `shrink_part` says. A unit of work is 16 rows i, one s and one m. Where its weights begin takes
+    two look-ups, one after the other, that are made while the units before it are read."""
     if PDL:
         launch_dependents()
     TOKENS: gl.constexpr = tokens_of_x(WARPS)
     SLICES: gl.constexpr = WARPS * LOOPS
     SPLITS: gl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
-    CHUNKS: gl.constexpr = M * (RANK // 16)
-    EACH: gl.constexpr = SPLITS * CHUNKS  # units a group
+    CHUNKS: gl.constexpr = RANK // 16
+    EACH: gl.constexpr = SPLITS * M  # units of 16 rows of a group
     programs = gl.num_programs(0)
     unit = gl.program_id(0)
     slot, token = group_of(work, unit // EACH, tokens, TOKENS)
     several, groups = numbers_of(work)
-    at = slot * table_stride + pick(unit // SPLITS % CHUNKS // (RANK // 16), site0, site1, site2, M)
+    if CHUNKS > 1:  # noqa: SIM102 (known when it is compiled)
+        if unit >= groups * EACH:  # not of the first rows
+            slot, token = group_of(work, _of_rows(unit, groups, EACH, CHUNKS), tokens, TOKENS)
+    at = slot * table_stride + pick(unit // SPLITS % M, site0, site1, site2, M)
     r = gl.load(rank + at)
     begin = gl.load(start + at) * 512
-    next_slot, next_token = group_of(work, (unit + programs) // EACH, tokens, TOKENS)
-    while unit < groups * EACH:
+    group = _of_rows(unit + programs, groups, EACH, CHUNKS)
+    next_slot, next_token = group_of(work, group, tokens, TOKENS)
+    while unit < groups * (EACH * CHUNKS):
         later = unit + programs
-        m = later // SPLITS % CHUNKS // (RANK // 16)
-        at = next_slot * table_stride + pick(m, site0, site1, site2, M)
+        at = next_slot * table_stride + pick(later // SPLITS % M, site0, site1, site2, M)
         next_r = gl.load(rank + at)
         next_begin = gl.load(start + at) * 512
-        last_slot, last_token = group_of(work, (later + programs) // EACH, tokens, TOKENS)
-        group = unit // EACH
-        chunk = unit // SPLITS % CHUNKS
-        split = unit % SPLITS
-        first_row = chunk % (RANK // 16) * 16
-        if first_row < r:
-            part = chunk // (RANK // 16) * tokens + group
-            part = (part * (RANK // 16) + chunk % (RANK // 16)) * SPLITS + split
+        group = _of_rows(later + programs, groups, EACH, CHUNKS)
+        last_slot, last_token = group_of(work, group, tokens, TOKENS)
+        group = _of_rows(unit, groups, EACH, CHUNKS)
+        chunk = 0
+        if CHUNKS > 1:
+            chunk = unit // (groups * EACH)
+        if chunk * 16 < r:
+            part = ((unit // SPLITS % M * tokens + group) * CHUNKS + chunk) * SPLITS + unit % SPLITS
             shrink_part(
                 x, x_stride, token, group >= several, arena, pages + slot * table_stride, num_pages,
-                begin, r, first_row, split * SLICES, partials + part.to(gl.int64) * 256, K, BK,
-                LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
+                begin, r, chunk * 16, unit % SPLITS * SLICES, partials + part.to(gl.int64) * 256, K,
+                BK, LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
         unit = later
         slot, token, r, begin = next_slot, next_token, next_r, next_begin
         next_slot, next_token = last_slot, last_token
+
+
+@gluon.jit
+def _of_rows(unit, groups, EACH: gl.constexpr, CHUNKS: gl.constexpr):
+    """A unit's group. The first 16 rows of all groups come first, then the next of all, so that
+    programs have as much to do as others, whatever the ranks."""
+    if CHUNKS > 1:
+        unit %= gl.maximum(groups * EACH, 1)
+    return unit // EACH
 
 
 @_kernel
@@ -140,7 +157,8 @@ def fragment_expand(
 ):
     """Semantics: ``y_m[t] += scaling · (Σ_s partials[m, g, :, s]) · B_mᵀ`` for the tokens t of each
     group g. A program does a run of blocks of columns, of which those of one group and module are
-    done at once."""
+    done at once; or four, of groups far apart, where ranks are mixed, since those of like rank are
+    side by side."""
     if PDL:
         launch_dependents()
     TOKENS: gl.constexpr = tokens_of_y(WARPS)
@@ -153,13 +171,12 @@ def fragment_expand(
     known = program // BLOCKS  # right where programs have a unit at most
     slot, token = group_of(work, known, tokens, TOKENS)
     several, groups = numbers_of(work)
-    unit = program
-    end = gl.minimum(groups * BLOCKS, program + 1)
-    if groups * BLOCKS > programs:
-        each = groups * BLOCKS // programs
-        longer = groups * BLOCKS % programs  # programs that have a unit more
-        unit = program * each + gl.minimum(program, longer)
-        end = unit + each + gl.where(program < longer, 1, 0)
+    units = groups * BLOCKS
+    runs = programs
+    if RANK > 16:
+        runs *= gl.where(are_mixed(work) & (units > programs), 4, 1)
+    run = program
+    unit, end = _run(run, runs, units)
     while unit < end:
         group = unit // BLOCKS
         if group != known:
@@ -189,3 +206,22 @@ def fragment_expand(
                     WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
         unit += blocks
+        if RANK > 16:  # noqa: SIM102
+            if unit == end:
+                run += programs
+                unit, end = _run(run, runs, units)
+
+
+@gluon.jit
+def _run(run, runs, units):
+    """Of a run its units, side by side in memory."""
+    first = run
+    end = gl.minimum(units, run + 1)
+    if units > runs:  # else there is no need to divide
+        each = units // runs
+        longer = units % runs  # runs that have a unit more
+        first = run * each + gl.minimum(run, longer)
+        end = first + each + gl.where(run < longer, 1, 0)
+    if run >= runs:
+        end = first
+    return first, end

@@ -7,7 +7,7 @@
 - three numbers of tokens, likewise;
 - the sum of the tokens' ranks (each 16 at least, as tiles have), which tells how much the L2 would
   serve if none were in groups;
-- of each group its slot;
+- of each group its slot, those of the highest ranks first;
 - of each group its tokens, −1 after the last;
 - of each token its slot, and
 - its row: those with adapters of ranks over 32, of 17 to 32, and the others, and of each of these
@@ -121,8 +121,6 @@ class WorkShape:
         sum_of_ranks = 0
         over32, over16, up_to16 = by_rank
         its = up_to16
-        groups: list[int] = []
-        tokens = array("i")
         for slot, rows in rows_by_slot(segments).items():
             rank = ranks.get(slot, rank_class)
             sum_of_ranks += max(rank, 16) * len(rows)
@@ -142,25 +140,25 @@ class WorkShape:
             if self.is_small:
                 its.grouped_slots += [slot] * grouped
                 its.grouped_rows += rows[:grouped]
-            groups += [slot] * -(-grouped // tile)
-            tokens.extend(array("i", rows[:grouped]))
-            tokens.extend(_NONE[: -grouped % tile])
+            its.groups += [slot] * -(-grouped // tile)
+            its.tokens.extend(array("i", rows[:grouped]))
+            its.tokens.extend(_NONE[: -grouped % tile])
         singles = [len(each.slots) for each in by_rank]
         all_tokens = [len(each.slots) + len(each.grouped_slots) for each in by_rank]
+        groups = [slot for each in by_rank for slot in each.groups]
+        tokens = over32.tokens + over16.tokens + up_to16.tokens
         numbers = array("i", (len(groups), *singles, *all_tokens, sum_of_ranks))
         _extend(numbers, groups, self.max_groups)
-        firsts = tokens[::tile]
         _extend(numbers, tokens, self.max_groups * tile, b"\xff")
         if self.is_small:
             of_all = (slots for each in by_rank for slots in (each.slots, each.grouped_slots))
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
             of_all = (rows for each in by_rank for rows in (each.rows, each.grouped_rows))
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
-            for each in by_rank:
-                groups += each.slots
-                firsts.extend(each.rows)
-            _extend(numbers, groups, self.num_rows)
-            _extend(numbers, firsts, self.num_rows)
+            of_groups = (groups, *(each.slots for each in by_rank))
+            _extend(numbers, list(chain.from_iterable(of_groups)), self.num_rows)
+            firsts = (tokens[::tile], *(each.rows for each in by_rank))
+            _extend(numbers, list(chain.from_iterable(firsts)), self.num_rows)
         return numbers
 
 
@@ -173,9 +171,11 @@ def _extend(numbers: array[int], part: Sequence[int], room: int, rest: bytes = b
 class _Tokens:
     """Of adapters of like rank: singles, and tokens of groups."""
 
-    __slots__ = ("grouped_rows", "grouped_slots", "rows", "slots")
+    __slots__ = ("grouped_rows", "grouped_slots", "groups", "rows", "slots", "tokens")
 
     def __init__(self) -> None:
+        self.groups: list[int] = []
+        self.tokens = array("i")
         self.slots: list[int] = []
         self.rows: list[int] = []
         self.grouped_slots: list[int] = []
