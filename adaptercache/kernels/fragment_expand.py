@@ -13,7 +13,7 @@ from adaptercache.kernels.fragment_layouts import (
     sums_layout,
     y_layout,
 )
-from adaptercache.kernels.fragment_reads import load_steps, pages_of, pointers_to, wait
+from adaptercache.kernels.fragment_reads import pages_of, pointers_to, wait
 
 __all__ = ["expand_run"]
 
@@ -32,11 +32,11 @@ def expand_run(
     scale,
     column,  # the first
     width,
-    blocks,  # how many, of BN · WARPS columns each
+    blocks,  # how many, of 64 · WARPS columns each, which divide 512 and width
     parts,  # pointer to float32 [RANK / 16, SPLITS, 256], as `shrink_part` stores them
     SPLITS: gl.constexpr,
     RANK: gl.constexpr,
-    BN: gl.constexpr,  # columns a warp: 64 and more; BN · WARPS divides all widths and 512
+    STRIPS: gl.constexpr,  # blocks at once
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,  # parts of K that are read at once
     PAGE_ELEMS: gl.constexpr,
@@ -45,67 +45,69 @@ def expand_run(
 ):
     """``y += scaling · (sum of the parts) · Bᵀ`` for 16 tokens and blocks of columns side by side.
 
-    A block's B and y are asked for as soon as registers of the one before are free. The last block
-    is code of its own, since it is often the only one, and done sooner where nothing follows.
+    A block's B and y are asked for as soon as registers of another are free. The last blocks are
+    code of their own, since they are often the only ones, and done sooner where nothing follows.
     """
     B: gl.constexpr = b_layout(WARPS)
     Y: gl.constexpr = y_layout(WARPS)
     CHUNKS: gl.constexpr = RANK // 16
-    STRIPS: gl.constexpr = BN // 64
+    BLOCK: gl.constexpr = 64 * WARPS
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :]
     b_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
     b_two = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
     y_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, Y)))[:, None, None]
     y_two = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, Y)))[None, None, :]
-    b_column = b_warp * (BN // 2) + b_two
+    b_column = b_warp * 32 + b_two
     begin += column
-    b_at = ()
-    for chunk in gl.static_range(CHUNKS):
-        its = chunk * 16 + row
-        at = _rows_at(arena, slot_pages, num_pages, begin, its, r, width, PAGE_ELEMS, ROWS)
-        b_at += (at + b_column,)
     b = ()
     for strip in gl.static_range(STRIPS):
         for chunk in gl.static_range(CHUNKS):
-            there = gl.expand_dims(chunk * 16 + row < r, 2)
-            b += (gl.load(b_at[chunk] + strip * 32, mask=there, other=0),)
+            b += (
+                _rows(
+                    arena, slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row,
+                    (chunk * 16 + row < r) & (strip < blocks), width, b_column, PAGE_ELEMS, ROWS,
+                ),
+            )  # fmt: skip
     live = (token >= 0)[None, :, None] & (y_warp >= 0)
     y_at = _by_twos(y + gl.multiple_of(token.to(gl.int64) * y_stride + column, 16))
-    y_at = y_at[None, :, None] + (y_warp * (BN // 2) + y_two)
+    y_at = y_at[None, :, None] + (y_warp * 32 + y_two)
     if PDL:
         wait()
-    old = load_steps(y_at, live, STRIPS, 32)
+    old = ()
+    for strip in gl.static_range(STRIPS):
+        its = live & (strip < blocks)
+        old += (gl.load(y_at + strip * (BLOCK // 2), mask=its, other=0),)
     h = _left(parts, is_single, r, SPLITS, AT_ONCE, RANK, WARPS)
     h = _chunks((h * scale).to(y.dtype.element_ty), CHUNKS, WARPS)
-    while blocks > 1:
-        begin += BN * WARPS
-        next_at = ()
+    while blocks > STRIPS:
+        begin += STRIPS * BLOCK
         next_b = ()
         next_old = ()
         for strip in gl.static_range(STRIPS):
+            there = strip + STRIPS < blocks
             new = gl.full([WARPS, 16, 64], 0.0, gl.float32, mma_layout(WARPS))
             for chunk in gl.static_range(CHUNKS):
                 right = _right(b[strip * CHUNKS + chunk], h[chunk].dtype, WARPS)
                 new = mma_v2(h[chunk], right, new)
-                its = chunk * 16 + row
-                if strip == 0:
-                    at = _rows_at(
-                        arena, slot_pages, num_pages, begin, its, r, width, PAGE_ELEMS, ROWS
-                    )
-                    next_at += (at + b_column,)
-                there = gl.expand_dims(its < r, 2)
-                next_b += (gl.load(next_at[chunk] + strip * 32, mask=there, other=0),)
-            gl.store(y_at + strip * 32, _add(old[strip], new, WARPS), mask=live)
-            next_old += (gl.load(y_at + (BN * WARPS // 2 + strip * 32), mask=live, other=0),)
+                next_b += (
+                    _rows(
+                        arena, slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row,
+                        (chunk * 16 + row < r) & there, width, b_column, PAGE_ELEMS, ROWS,
+                    ),
+                )  # fmt: skip
+            at = y_at + strip * (BLOCK // 2)
+            gl.store(at, _add(old[strip], new, WARPS), mask=live)
+            next_old += (gl.load(at + STRIPS * (BLOCK // 2), mask=live & there, other=0),)
         b, old = next_b, next_old
-        y_at += BN * WARPS // 2
-        blocks -= 1
+        y_at += STRIPS * (BLOCK // 2)
+        blocks -= STRIPS
     for strip in gl.static_range(STRIPS):
-        new = gl.full([WARPS, 16, 64], 0.0, gl.float32, mma_layout(WARPS))
-        for chunk in gl.static_range(CHUNKS):
-            right = _right(b[strip * CHUNKS + chunk], h[chunk].dtype, WARPS)
-            new = mma_v2(h[chunk], right, new)
-        gl.store(y_at + strip * 32, _add(old[strip], new, WARPS), mask=live)
+        if strip < blocks:
+            new = gl.full([WARPS, 16, 64], 0.0, gl.float32, mma_layout(WARPS))
+            for chunk in gl.static_range(CHUNKS):
+                right = _right(b[strip * CHUNKS + chunk], h[chunk].dtype, WARPS)
+                new = mma_v2(h[chunk], right, new)
+            gl.store(y_at + strip * (BLOCK // 2), _add(old[strip], new, WARPS), mask=live)
 
 
 @gluon.jit
@@ -115,15 +117,16 @@ def _by_twos(pointers):
 
 
 @gluon.jit
-def _rows_at(
-    arena, slot_pages, num_pages, begin, row, r, width, PAGE_ELEMS: gl.constexpr,
+def _rows(
+    arena, slot_pages, num_pages, begin, row, there, width, column, PAGE_ELEMS: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """[1, row, 1]: where a block's columns of these rows of Bᵀ begin. None crosses a cell."""
+    """A block's columns of 16 rows of Bᵀ, by twos. None crosses a cell."""
     element = (begin + row * width).to(gl.uint32)
-    page = pages_of(slot_pages, element, row < r, PAGE_ELEMS, ROWS)
+    page = pages_of(slot_pages, element, there, PAGE_ELEMS, ROWS)
     at = pointers_to(arena, page, num_pages, element, (16, 16), PAGE_ELEMS, ROWS)
-    return gl.expand_dims(_by_twos(at), 2)
+    at = gl.expand_dims(_by_twos(at), 2) + column
+    return gl.load(at, mask=gl.expand_dims(there, 2), other=0)
 
 
 @gluon.jit

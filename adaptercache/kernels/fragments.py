@@ -148,7 +148,7 @@ def fragment_expand(
     M: gl.constexpr,
     SPLITS: gl.constexpr,
     RANK: gl.constexpr,
-    BN: gl.constexpr,
+    TILES: gl.constexpr,  # of B, 16 rows and 64 columns each, that a warp asks for at once
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
     PAGE_ELEMS: gl.constexpr,
@@ -162,11 +162,11 @@ def fragment_expand(
     if PDL:
         launch_dependents()
     TOKENS: gl.constexpr = tokens_of_y(WARPS)
-    BLOCK: gl.constexpr = BN * WARPS
+    BLOCK: gl.constexpr = 64 * WARPS
     B0: gl.constexpr = N0 // BLOCK
     B1: gl.constexpr = N1 // BLOCK
     BLOCKS: gl.constexpr = B0 + B1 + N2 // BLOCK
-    HALF: gl.constexpr = RANK // 2 if RANK > 16 else 0  # adapters of up to it: code of their own
+    MANY: gl.constexpr = RANK > 16  # then adapters of rank 32, and of 16, have code of their own
     program, programs = gl.program_id(0), gl.num_programs(0)
     known = program // BLOCKS  # right where programs have a unit at most
     slot, token = group_of(work, known, tokens, TOKENS)
@@ -192,18 +192,24 @@ def fragment_expand(
         y_stride = pick(m, y_stride0, y_stride1, y_stride2, M)
         width = pick(m, N0, N1, N2, M)
         parts = partials + (m * tokens + group).to(gl.int64) * (RANK * 16 * SPLITS)
-        if r > HALF:
+        if r > (32 if MANY else 0):
             expand_run(
                 y, y_stride, token, group >= several, arena, pages + slot * table_stride, num_pages,
-                begin, r, scale, column, width, blocks, parts, SPLITS, RANK, BN, WARPS, AT_ONCE,
-                PAGE_ELEMS, ROWS, PDL,
+                begin, r, scale, column, width, blocks, parts, SPLITS, RANK, TILES // (RANK // 16),
+                WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
-        if HALF > 0:  # noqa: SIM102 (known when it is compiled)
-            if (r > 0) & (r <= HALF):
+        if MANY:
+            if (r > 16) & (r <= 32):
                 expand_run(
                     y, y_stride, token, group >= several, arena, pages + slot * table_stride,
-                    num_pages, begin, r, scale, column, width, blocks, parts, SPLITS, HALF, BN,
-                    WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                    num_pages, begin, r, scale, column, width, blocks, parts, SPLITS, 32,
+                    TILES // 2, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                )  # fmt: skip
+            if (r > 0) & (r <= 16):
+                expand_run(
+                    y, y_stride, token, group >= several, arena, pages + slot * table_stride,
+                    num_pages, begin, r, scale, column, width, blocks, parts, SPLITS, 16,
+                    TILES, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
         unit += blocks
         if RANK > 16:  # noqa: SIM102

@@ -60,12 +60,13 @@ class Bgmv:
 
 @dataclass(frozen=True, slots=True)
 class Fragments:
-    """``bk``, ``bn``: columns of A and of Bᵀ a warp at once. ``loops``: of a shrink's program,
-    which make the parts of K fewer. ``…_words``: that a thread keeps at most."""
+    """``bk``: columns of A a warp at once. ``loops``: of a shrink's program, which make the parts
+    of K fewer. ``tiles`` of B, 16 rows and 64 columns each, that a warp asks for at once.
+    ``…_words``: that a thread keeps at most."""
 
     bk: int
     loops: int
-    bn: int
+    tiles: int
     shrink_warps: int
     expand_warps: int
     shrink_words: int
@@ -164,24 +165,23 @@ def fragment_blocks(
     """For few tokens in bfloat16. None: registers don't do for the rank class, or a width is no
     multiple of 64, or a cell none of 512.
 
-    Bytes on their way are what counts: of B each warp asks for 4 KiB at once at rank class 16, and
-    8 KiB at 64, where fewer warps fit. Over rank 16 an expand would read more of the parts than of
-    B, if there were many.
+    Bytes on their way are what counts: a warp asks for as many whatever the rank, with as many more
+    columns as there are fewer rows. Over rank 16 an expand would read more of the parts than of B,
+    if there were many.
     """
-    few = rank_class <= 16
-    bk = _divisor([in_features], 128 if few else 64)
-    block = _divisor(out_features, 512 if few else 256)
+    few, short = rank_class <= 16, in_features <= 8192
+    bk = _divisor([in_features], 128 if few or short else 64)
+    block = _divisor(out_features, 256)
     if rank_class > 64 or min(bk, block) < 64 or page_elems % 512:
         return None
-    bn = min(block, 128 if few else 64)
-    warps = min(4 if in_features <= 8192 else 8, _power_of_2(in_features // bk))
-    parts = 16 if few else 4 if in_features <= 8192 else 8
+    warps = min(4 if short else 8, _power_of_2(in_features // bk))
+    parts = 19 if few else 8
     return Fragments(
         bk=bk,
         loops=-(-in_features // (bk * warps * parts)),
-        bn=bn,
+        tiles=2 if few else 4,
         shrink_warps=warps,
-        expand_warps=block // bn,
+        expand_warps=block // 64,
         shrink_words=128,
         expand_words=128 if few else 168,
     )

@@ -165,7 +165,7 @@ def _fragments_pair(
     }
     expand = {
         **{**both, **_widths(widths), "SPLITS": splits, "AT_ONCE": min(splits, 8)},
-        **{"BN": blocks.bn, "WARPS": blocks.expand_warps},
+        **{"TILES": blocks.tiles, "WARPS": blocks.expand_warps},
     }
     units = len(widths) * splits * rank_class // 16  # of a group
     return Pair(
@@ -184,7 +184,7 @@ def _fragments_pair(
         scratch=256 * units,
         counters=0,
         shrink_programs=units,
-        expand_programs=sum(widths) // (blocks.bn * blocks.expand_warps),
+        expand_programs=sum(widths) // (64 * blocks.expand_warps),
     )
 
 
