@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 __all__ = [
-    "are_mixed",
     "group_of",
     "launch_dependents",
     "load_steps",
@@ -35,31 +34,28 @@ def wait():
 
 
 @gluon.jit
-def numbers_of(work):
-    """Groups of several tokens, and all groups, with those of one (see `work`)."""
-    groups = gl.load(work)
-    return groups, groups + gl.load(work + 1) + gl.load(work + 2) + gl.load(work + 3)
+def _of_all(work, tokens):
+    """Where a step's work has what is ours (see `work`)."""
+    return work + 8 + tokens // 2 * 17 + tokens * 2
 
 
 @gluon.jit
-def are_mixed(work):
-    """Whether tokens have adapters of ranks over 32, of 17 to 32, and others, or two of these."""
-    over32, over16, others = gl.load(work + 4), gl.load(work + 5), gl.load(work + 6)
-    return gl.maximum(over32, gl.maximum(over16, others)) < over32 + over16 + others
+def numbers_of(work, tokens):
+    """Groups, those of one token too: of ranks over 32, of 17 to 32, and the others."""
+    at = _of_all(work, tokens)
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
 
 
 @gluon.jit
 def group_of(work, group, tokens, LAYOUT: gl.constexpr):
-    """Its slot, and its tokens [16], −1 after the last. May be asked for before it is known whether
-    there is such a group: then it has no tokens, or another batch's, and slot 0 or another's."""
+    """Its slot, whether it is a single, and its tokens [16], −1 after the last. May be asked for
+    before it is known whether there is such a group."""
+    at = _of_all(work, tokens) + 3 + group
+    slot = gl.load(at, mask=group < tokens, other=0)
+    which = gl.load(at + tokens, mask=group < tokens, other=-1)
     t = gl.arange(0, 16, layout=LAYOUT)
-    several = tokens // 2  # the most there can be
-    of_all = work + 8 + several * 17 + tokens * 2
-    slot = gl.load(of_all + group, mask=group < tokens, other=0)
-    first = gl.load(of_all + tokens + group, mask=group < tokens, other=-1)
-    at = work + 8 + several + group * 16 + t
-    others = gl.load(at, mask=(group < several) & (t > 0), other=-1)
-    return slot, gl.where(t == 0, first, others)
+    its = gl.load(work + 8 + tokens // 2 + which * 16 + t, mask=(which >= 0) & (t >= 0), other=-1)
+    return slot, which < 0, gl.where((which < 0) & (t == 0), -1 - which, its)
 
 
 @gluon.jit

@@ -21,12 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from adaptercache.kernels.fragment_expand import expand_run
 from adaptercache.kernels.fragment_layouts import tokens_of_x, tokens_of_y
-from adaptercache.kernels.fragment_reads import (
-    are_mixed,
-    group_of,
-    launch_dependents,
-    numbers_of,
-)
+from adaptercache.kernels.fragment_reads import group_of, launch_dependents, numbers_of
 from adaptercache.kernels.fragment_shrink import shrink_part
 from adaptercache.kernels.groups import block_of
 from adaptercache.kernels.jit import alike, pick
@@ -74,50 +69,60 @@ def fragment_shrink(
     TOKENS: gl.constexpr = tokens_of_x(WARPS)
     SLICES: gl.constexpr = WARPS * LOOPS
     SPLITS: gl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
-    CHUNKS: gl.constexpr = RANK // 16
     EACH: gl.constexpr = SPLITS * M  # units of 16 rows of a group
     programs = gl.num_programs(0)
     unit = gl.program_id(0)
-    slot, token = group_of(work, unit // EACH, tokens, TOKENS)
-    several, groups = numbers_of(work)
-    if CHUNKS > 1:  # noqa: SIM102 (known when it is compiled)
-        if unit >= groups * EACH:  # not of the first rows
-            slot, token = group_of(work, _of_rows(unit, groups, EACH, CHUNKS), tokens, TOKENS)
+    slot, is_single, token = group_of(work, unit // EACH, tokens, TOKENS)
+    over32, over16, others = numbers_of(work, tokens)
+    # The first 16 rows of all groups come first, then the next of those that have them, so that
+    # programs have as much to do as others, whatever the ranks.
+    first = (over32 + over16 + others) * EACH
+    second = (over32 + over16) * EACH
+    third = over32 * EACH
+    units = first
+    if RANK > 16:
+        units += second + 2 * third
+        if unit >= first:
+            _, group = _place(unit, first, second, third, EACH, RANK)
+            slot, is_single, token = group_of(work, group, tokens, TOKENS)
     at = slot * table_stride + pick(unit // SPLITS % M, site0, site1, site2, M)
     r = gl.load(rank + at)
     begin = gl.load(start + at) * 512
-    group = _of_rows(unit + programs, groups, EACH, CHUNKS)
-    next_slot, next_token = group_of(work, group, tokens, TOKENS)
-    while unit < groups * (EACH * CHUNKS):
+    _, group = _place(unit + programs, first, second, third, EACH, RANK)
+    next_slot, next_is_single, next_token = group_of(work, group, tokens, TOKENS)
+    while unit < units:
         later = unit + programs
         at = next_slot * table_stride + pick(later // SPLITS % M, site0, site1, site2, M)
         next_r = gl.load(rank + at)
         next_begin = gl.load(start + at) * 512
-        group = _of_rows(later + programs, groups, EACH, CHUNKS)
-        last_slot, last_token = group_of(work, group, tokens, TOKENS)
-        group = _of_rows(unit, groups, EACH, CHUNKS)
-        chunk = 0
-        if CHUNKS > 1:
-            chunk = unit // (groups * EACH)
+        _, group = _place(later + programs, first, second, third, EACH, RANK)
+        last_slot, last_is_single, last_token = group_of(work, group, tokens, TOKENS)
+        chunk, group = _place(unit, first, second, third, EACH, RANK)
         if chunk * 16 < r:
-            part = ((unit // SPLITS % M * tokens + group) * CHUNKS + chunk) * SPLITS + unit % SPLITS
+            part = unit // SPLITS % M * tokens + group
+            part = (part * (RANK // 16) + chunk) * SPLITS + unit % SPLITS
             shrink_part(
-                x, x_stride, token, group >= several, arena, pages + slot * table_stride, num_pages,
-                begin, r, chunk * 16, unit % SPLITS * SLICES, partials + part.to(gl.int64) * 256, K,
-                BK, LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
+                x, x_stride, token, is_single, arena, pages + slot * table_stride, num_pages, begin,
+                r, chunk * 16, unit % SPLITS * SLICES, partials + part.to(gl.int64) * 256, K, BK,
+                LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
         unit = later
-        slot, token, r, begin = next_slot, next_token, next_r, next_begin
-        next_slot, next_token = last_slot, last_token
+        slot, is_single, token = next_slot, next_is_single, next_token
+        r, begin = next_r, next_begin
+        next_slot, next_is_single, next_token = last_slot, last_is_single, last_token
 
 
 @gluon.jit
-def _of_rows(unit, groups, EACH: gl.constexpr, CHUNKS: gl.constexpr):
-    """A unit's group. The first 16 rows of all groups come first, then the next of all, so that
-    programs have as much to do as others, whatever the ranks."""
-    if CHUNKS > 1:
-        unit %= gl.maximum(groups * EACH, 1)
-    return unit // EACH
+def _place(unit, first, second, third, EACH: gl.constexpr, RANK: gl.constexpr):
+    """Which 16 rows a unit is of, and its group. ``first``, …: units of the first 16 rows, …"""
+    chunk = 0
+    if RANK > 16:
+        chunk = gl.where(unit < first, 0, gl.where(unit < first + second, 1, 2))
+        unit -= gl.where(chunk > 0, first, 0) + gl.where(chunk > 1, second, 0)
+        is_last = (chunk == 2) & (unit >= third)
+        chunk += gl.where(is_last, 1, 0)
+        unit -= gl.where(is_last, third, 0)
+    return chunk, unit // EACH
 
 
 @_kernel
@@ -157,8 +162,7 @@ def fragment_expand(
 ):
     """Semantics: ``y_m[t] += scaling · (Σ_s partials[m, g, :, s]) · B_mᵀ`` for the tokens t of each
     group g. A program does a run of blocks of columns, of which those of one group and module are
-    done at once; or four, of groups far apart, where ranks are mixed, since those of like rank are
-    side by side."""
+    done at once."""
     if PDL:
         launch_dependents()
     TOKENS: gl.constexpr = tokens_of_y(WARPS)
@@ -166,21 +170,20 @@ def fragment_expand(
     B0: gl.constexpr = N0 // BLOCK
     B1: gl.constexpr = N1 // BLOCK
     BLOCKS: gl.constexpr = B0 + B1 + N2 // BLOCK
-    MANY: gl.constexpr = RANK > 16  # then adapters of rank 32, and of 16, have code of their own
     program, programs = gl.program_id(0), gl.num_programs(0)
-    known = program // BLOCKS  # right where programs have a unit at most
-    slot, token = group_of(work, known, tokens, TOKENS)
-    several, groups = numbers_of(work)
-    units = groups * BLOCKS
-    runs = programs
-    if RANK > 16:
-        runs *= gl.where(are_mixed(work) & (units > programs), 4, 1)
-    run = program
-    unit, end = _run(run, runs, units)
+    known = program // BLOCKS  # right where programs have a block at most
+    slot, is_single, token = group_of(work, known, tokens, TOKENS)
+    over32, over16, others = numbers_of(work, tokens)
+    unit = program
+    end = gl.minimum((over32 + over16 + others) * BLOCKS, program + 1)
+    if (over32 + over16 + others) * BLOCKS > programs:
+        fours, twos = over32 * BLOCKS, over16 * BLOCKS
+        unit = _begin(program, programs, fours, twos, others * BLOCKS)
+        end = _begin(program + 1, programs, fours, twos, others * BLOCKS)
     while unit < end:
         group = unit // BLOCKS
         if group != known:
-            slot, token = group_of(work, group, tokens, TOKENS)
+            slot, is_single, token = group_of(work, group, tokens, TOKENS)
             known = group
         m, column = block_of(unit % BLOCKS, B0, B1, BLOCK, M)
         blocks = gl.minimum(end - unit, pick(m, B0, B0 + B1, BLOCKS, M) - unit % BLOCKS)
@@ -192,42 +195,34 @@ def fragment_expand(
         y_stride = pick(m, y_stride0, y_stride1, y_stride2, M)
         width = pick(m, N0, N1, N2, M)
         parts = partials + (m * tokens + group).to(gl.int64) * (RANK * 16 * SPLITS)
-        if r > (32 if MANY else 0):
+        if r > (32 if RANK > 16 else 0):
             expand_run(
-                y, y_stride, token, group >= several, arena, pages + slot * table_stride, num_pages,
-                begin, r, scale, column, width, blocks, parts, SPLITS, RANK, TILES // (RANK // 16),
-                WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                y, y_stride, token, is_single, arena, pages + slot * table_stride, num_pages, begin,
+                r, scale, column, width, blocks, parts, SPLITS, RANK, TILES * 16 // RANK, WARPS,
+                AT_ONCE, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
-        if MANY:
+        if RANK > 16:
             if (r > 16) & (r <= 32):
                 expand_run(
-                    y, y_stride, token, group >= several, arena, pages + slot * table_stride,
-                    num_pages, begin, r, scale, column, width, blocks, parts, SPLITS, 32,
-                    TILES // 2, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                    y, y_stride, token, is_single, arena, pages + slot * table_stride, num_pages,
+                    begin, r, scale, column, width, blocks, parts, SPLITS, 32, TILES // 2, WARPS,
+                    AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
             if (r > 0) & (r <= 16):
                 expand_run(
-                    y, y_stride, token, group >= several, arena, pages + slot * table_stride,
-                    num_pages, begin, r, scale, column, width, blocks, parts, SPLITS, 16,
-                    TILES, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                    y, y_stride, token, is_single, arena, pages + slot * table_stride, num_pages,
+                    begin, r, scale, column, width, blocks, parts, SPLITS, 16, TILES, WARPS,
+                    AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
         unit += blocks
-        if RANK > 16:  # noqa: SIM102
-            if unit == end:
-                run += programs
-                unit, end = _run(run, runs, units)
 
 
 @gluon.jit
-def _run(run, runs, units):
-    """Of a run its units, side by side in memory."""
-    first = run
-    end = gl.minimum(units, run + 1)
-    if units > runs:  # else there is no need to divide
-        each = units // runs
-        longer = units % runs  # runs that have a unit more
-        first = run * each + gl.minimum(run, longer)
-        end = first + each + gl.where(run < longer, 1, 0)
-    if run >= runs:
-        end = first
-    return first, end
+def _begin(program, programs, fours, twos, ones):
+    """A program's first block, where those of the highest ranks come first, and take four times as
+    long as others, or twice."""
+    all = 4 * fours + 2 * twos + ones
+    share = program * (all // programs) + gl.minimum(program, all % programs)
+    of_twos = gl.minimum(gl.maximum(share - 4 * fours, 0), 2 * twos)
+    of_ones = gl.maximum(share - 4 * fours - 2 * twos, 0)
+    return (gl.minimum(share, 4 * fours) + 3) // 4 + (of_twos + 1) // 2 + of_ones

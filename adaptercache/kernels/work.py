@@ -12,12 +12,13 @@
 - of each token its slot, and
 - its row: those with adapters of ranks over 32, of 17 to 32, and the others, and of each of these
   the singles first;
-- of each group, and then of each single, its slot, and
-- its first row.
+- three numbers of groups and singles, likewise;
+- of each group and single its slot, those of the highest ranks first; and
+- of a group, which of the groups it is; of a single −1 less its row.
 
 A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token of no group. BGMV
 takes groups and singles, or all tokens as if they were singles; by fragments, it takes a single for
-a group of one. SGMV has no path for singles: all its tokens are in groups, and the last four parts
+a group of one. SGMV has no path for singles: all its tokens are in groups, and the last five parts
 are not there.
 """
 
@@ -104,8 +105,8 @@ class WorkShape:
 
     @property
     def numel(self) -> int:
-        singles = self.num_rows if self.is_small else 0
-        return HEADER + (1 + self.tile) * self.max_groups + 4 * singles
+        of_all = 3 + 4 * self.num_rows if self.is_small else 0
+        return HEADER + (1 + self.tile) * self.max_groups + of_all
 
     def lay_out(
         self, segments: Sequence[tuple[int, int]], rank_class: int, ranks: Mapping[int, int]
@@ -155,10 +156,16 @@ class WorkShape:
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
             of_all = (rows for each in by_rank for rows in (each.rows, each.grouped_rows))
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
-            of_groups = (groups, *(each.slots for each in by_rank))
-            _extend(numbers, list(chain.from_iterable(of_groups)), self.num_rows)
-            firsts = (tokens[::tile], *(each.rows for each in by_rank))
-            _extend(numbers, list(chain.from_iterable(firsts)), self.num_rows)
+            numbers.extend([len(each.groups) + len(each.slots) for each in by_rank])
+            of_all = (slots for each in by_rank for slots in (each.groups, each.slots))
+            _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
+            which: list[int] = []
+            first = 0
+            for each in by_rank:
+                which.extend(range(first, first + len(each.groups)))
+                which.extend([-1 - row for row in each.rows])
+                first += len(each.groups)
+            _extend(numbers, which, self.num_rows)
         return numbers
 
 
