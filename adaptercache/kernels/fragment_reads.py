@@ -12,6 +12,7 @@ __all__ = [
     "numbers_of",
     "pages_of",
     "pointers_to",
+    "tokens_of",
     "wait",
 ]
 
@@ -47,15 +48,21 @@ def numbers_of(work, tokens):
 
 
 @gluon.jit
-def group_of(work, group, tokens, LAYOUT: gl.constexpr):
-    """Its slot, whether it is a single, and its tokens [16], −1 after the last. May be asked for
-    before it is known whether there is such a group."""
+def group_of(work, group, tokens):
+    """Its slot, and what `tokens_of` takes. May be asked for before it is known whether there is
+    such a group."""
     at = _of_all(work, tokens) + 3 + group
     slot = gl.load(at, mask=group < tokens, other=0)
-    which = gl.load(at + tokens, mask=group < tokens, other=-1)
+    return slot, gl.load(at + tokens, mask=group < tokens, other=-1)
+
+
+@gluon.jit
+def tokens_of(work, which, tokens, LAYOUT: gl.constexpr):
+    """A group's tokens [16], −1 after the last; ``which`` < 0: a single's."""
     t = gl.arange(0, 16, layout=LAYOUT)
-    its = gl.load(work + 8 + tokens // 2 + which * 16 + t, mask=(which >= 0) & (t >= 0), other=-1)
-    return slot, which < 0, gl.where((which < 0) & (t == 0), -1 - which, its)
+    at = work + 8 + tokens // 2 + which * 16 + t
+    its = gl.load(at, mask=(which >= 0) & (t >= 0), other=-1)
+    return gl.where((which < 0) & (t == 0), -1 - which, its)
 
 
 @gluon.jit

@@ -21,7 +21,12 @@ from triton.experimental.gluon import language as gl
 
 from adaptercache.kernels.fragment_expand import expand_run
 from adaptercache.kernels.fragment_layouts import tokens_of_x, tokens_of_y
-from adaptercache.kernels.fragment_reads import group_of, launch_dependents, numbers_of
+from adaptercache.kernels.fragment_reads import (
+    group_of,
+    launch_dependents,
+    numbers_of,
+    tokens_of,
+)
 from adaptercache.kernels.fragment_shrink import shrink_part
 from adaptercache.kernels.groups import block_of
 from adaptercache.kernels.jit import alike, pick
@@ -66,13 +71,12 @@ def fragment_shrink(
     two look-ups, one after the other, that are made while the units before it are read."""
     if PDL:
         launch_dependents()
-    TOKENS: gl.constexpr = tokens_of_x(WARPS)
     SLICES: gl.constexpr = WARPS * LOOPS
     SPLITS: gl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
     EACH: gl.constexpr = SPLITS * M  # units of 16 rows of a group
     programs = gl.num_programs(0)
     unit = gl.program_id(0)
-    slot, is_single, token = group_of(work, unit // EACH, tokens, TOKENS)
+    slot, which = group_of(work, unit // EACH, tokens)
     over32, over16, others = numbers_of(work, tokens)
     # The first 16 rows of all groups come first, then the next of those that have them, so that
     # programs have as much to do as others, whatever the ranks.
@@ -84,32 +88,32 @@ def fragment_shrink(
         units += second + 2 * third
         if unit >= first:
             _, group = _place(unit, first, second, third, EACH, RANK)
-            slot, is_single, token = group_of(work, group, tokens, TOKENS)
+            slot, which = group_of(work, group, tokens)
     at = slot * table_stride + pick(unit // SPLITS % M, site0, site1, site2, M)
     r = gl.load(rank + at)
     begin = gl.load(start + at) * 512
     _, group = _place(unit + programs, first, second, third, EACH, RANK)
-    next_slot, next_is_single, next_token = group_of(work, group, tokens, TOKENS)
+    next_slot, next_which = group_of(work, group, tokens)
     while unit < units:
         later = unit + programs
         at = next_slot * table_stride + pick(later // SPLITS % M, site0, site1, site2, M)
         next_r = gl.load(rank + at)
         next_begin = gl.load(start + at) * 512
         _, group = _place(later + programs, first, second, third, EACH, RANK)
-        last_slot, last_is_single, last_token = group_of(work, group, tokens, TOKENS)
+        last_slot, last_which = group_of(work, group, tokens)
         chunk, group = _place(unit, first, second, third, EACH, RANK)
         if chunk * 16 < r:
             part = unit // SPLITS % M * tokens + group
             part = (part * (RANK // 16) + chunk) * SPLITS + unit % SPLITS
+            token = tokens_of(work, which, tokens, tokens_of_x(WARPS))
             shrink_part(
-                x, x_stride, token, is_single, arena, pages + slot * table_stride, num_pages, begin,
+                x, x_stride, token, which < 0, arena, pages + slot * table_stride, num_pages, begin,
                 r, chunk * 16, unit % SPLITS * SLICES, partials + part.to(gl.int64) * 256, K, BK,
                 LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
         unit = later
-        slot, is_single, token = next_slot, next_is_single, next_token
-        r, begin = next_r, next_begin
-        next_slot, next_is_single, next_token = last_slot, last_is_single, last_token
+        slot, which, r, begin = next_slot, next_which, next_r, next_begin
+        next_slot, next_which = last_slot, last_which
 
 
 @gluon.jit
@@ -165,14 +169,14 @@ def fragment_expand(
     done at once."""
     if PDL:
         launch_dependents()
-    TOKENS: gl.constexpr = tokens_of_y(WARPS)
     BLOCK: gl.constexpr = 64 * WARPS
     B0: gl.constexpr = N0 // BLOCK
     B1: gl.constexpr = N1 // BLOCK
     BLOCKS: gl.constexpr = B0 + B1 + N2 // BLOCK
     program, programs = gl.program_id(0), gl.num_programs(0)
     known = program // BLOCKS  # right where programs have a block at most
-    slot, is_single, token = group_of(work, known, tokens, TOKENS)
+    slot, which = group_of(work, known, tokens)
+    token = tokens_of(work, which, tokens, tokens_of_y(WARPS))
     over32, over16, others = numbers_of(work, tokens)
     unit = program
     end = gl.minimum((over32 + over16 + others) * BLOCKS, program + 1)
@@ -183,7 +187,8 @@ def fragment_expand(
     while unit < end:
         group = unit // BLOCKS
         if group != known:
-            slot, is_single, token = group_of(work, group, tokens, TOKENS)
+            slot, which = group_of(work, group, tokens)
+            token = tokens_of(work, which, tokens, tokens_of_y(WARPS))
             known = group
         m, column = block_of(unit % BLOCKS, B0, B1, BLOCK, M)
         blocks = gl.minimum(end - unit, pick(m, B0, B0 + B1, BLOCKS, M) - unit % BLOCKS)
@@ -197,20 +202,20 @@ def fragment_expand(
         parts = partials + (m * tokens + group).to(gl.int64) * (RANK * 16 * SPLITS)
         if r > (32 if RANK > 16 else 0):
             expand_run(
-                y, y_stride, token, is_single, arena, pages + slot * table_stride, num_pages, begin,
+                y, y_stride, token, which < 0, arena, pages + slot * table_stride, num_pages, begin,
                 r, scale, column, width, blocks, parts, SPLITS, RANK, TILES * 16 // RANK, WARPS,
                 AT_ONCE, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
         if RANK > 16:
             if (r > 16) & (r <= 32):
                 expand_run(
-                    y, y_stride, token, is_single, arena, pages + slot * table_stride, num_pages,
+                    y, y_stride, token, which < 0, arena, pages + slot * table_stride, num_pages,
                     begin, r, scale, column, width, blocks, parts, SPLITS, 32, TILES // 2, WARPS,
                     AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
             if (r > 0) & (r <= 16):
                 expand_run(
-                    y, y_stride, token, is_single, arena, pages + slot * table_stride, num_pages,
+                    y, y_stride, token, which < 0, arena, pages + slot * table_stride, num_pages,
                     begin, r, scale, column, width, blocks, parts, SPLITS, 16, TILES, WARPS,
                     AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
