@@ -170,12 +170,12 @@ def fragment_blocks(
     if there were many.
     """
     few, short = rank_class <= 16, in_features <= 8192
-    bk = _divisor([in_features], 128 if few or short else 64)
+    bk = _divisor([in_features], 128)
     block = _divisor(out_features, 256)
     if rank_class > 64 or min(bk, block) < 64 or page_elems % 512:
         return None
     warps = min(4 if short else 8, _power_of_2(in_features // bk))
-    parts = 19 if few else 8
+    parts = 8 if short and not few else 20
     return Fragments(
         bk=bk,
         loops=-(-in_features // (bk * warps * parts)),
