@@ -5,15 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from adaptercache.kernels import LoraStack, rank_class_of, variants
-from adaptercache.kernels.tuning import bgmv_blocks, rows_alike, sgmv_blocks
+from adaptercache.kernels.tuning import fragment_blocks, rows_alike, sgmv_blocks
 from adaptercache.layout import ArenaShape
 from kernel_cases import SHAPES, Case
 
@@ -27,12 +27,19 @@ class Blocks:
     def choose(self, stack: LoraStack | None = None) -> None:
         """Make every launch from now on use them, over ``stack`` too where it was used before."""
 
-        def changed(blocks: Any) -> Any:
-            return replace(blocks, **dict(self.changes))
+        def changed(rule: Callable[..., Any]) -> Callable[..., Any]:
+            def blocks(*shape: Any, **kind: Any) -> Any:
+                its = rule(*shape, **kind)
+                names = {field.name for field in fields(its)} if its is not None else set()
+                return (
+                    replace(its, **{n: v for n, v in self.changes if n in names}) if its else None
+                )
 
-        vars(variants)["bgmv_blocks"] = lambda *shape, **kind: changed(bgmv_blocks(*shape, **kind))
-        vars(variants)["sgmv_blocks"] = lambda *shape, **kind: changed(sgmv_blocks(*shape, **kind))
-        variants._bgmv_pair.cache_clear()
+            return blocks
+
+        vars(variants)["fragment_blocks"] = changed(fragment_blocks)
+        vars(variants)["sgmv_blocks"] = changed(sgmv_blocks)
+        variants._fragments_pair.cache_clear()
         variants._sgmv_pair.cache_clear()
         if stack is not None:
             stack._groups.clear()

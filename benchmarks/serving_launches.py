@@ -13,7 +13,7 @@ from serving_world import GROUPS, Engine, Meter, say, serve_model
 
 __all__ = ["kernel_limit_us", "lora_kernels_a_step"]
 
-KERNELS = "gmv_"  # in the names of ours: bgmv_shrink, sgmv_expand
+KERNELS = ("fragment_", "gmv_")  # in the names of ours: fragment_shrink, bgmv_…, sgmv_…
 ATTENTION = "_attend_kernel"  # once a layer in each step
 
 
@@ -53,7 +53,7 @@ def lora_kernels_a_step(engine: Engine, meter: Meter, run: Callable[[], None]) -
     for event in profiler.events() or ():
         names[event.name] += 1
     steps = sum(n for name, n in names.items() if ATTENTION in name) / layers
-    ours = sum(n for name, n in names.items() if KERNELS in name)
+    ours = sum(n for name, n in names.items() if any(part in name for part in KERNELS))
     if not steps:
         say(f"the profiler saw no attention among {len(names)} names: {list(names)[:5]}")
         return None

@@ -15,8 +15,8 @@ from dataclasses import asdict
 import torch
 
 from adaptercache.kernels import rank_class_of
-from adaptercache.kernels.tuning import bgmv_blocks, sgmv_blocks
-from adaptercache.kernels.work import LONG, SHORT
+from adaptercache.kernels.tuning import fragment_blocks, sgmv_blocks
+from adaptercache.kernels.work import LONG
 from kernel_cases import SHAPES, Case, all_cases
 from kernel_compile import RULE, Blocks, compile_all
 from kernel_world import World
@@ -24,16 +24,13 @@ from kernel_world import World
 # Programs of other sizes than these were never the faster ones.
 FIELDS = {
     "decode": {
-        "bk": (256, 512),
-        "group_bk": (256, 512, 1024),
-        "dot_bk": (64, 128, 256),
-        "group_bn": (64, 128, 256),
-        "shrink_warps": (1, 2, 4),
+        "bk": (64, 128),
+        "loops": (1, 2, 4),
+        "tiles": (4, 8),
+        "shrink_warps": (2, 4, 8),
         "expand_warps": (1, 2, 4),
-        "shrink_stages": (2, 3, 4),
-        "expand_stages": (1, 2, 3),
-        "in_runs": (False, True),
-        "all_singles": (False, True),
+        "shrink_words": (96, 128, 168),
+        "expand_words": (96, 128, 168),
     },
     "prefill": {
         "bk": (64, 128, 256),
@@ -55,13 +52,14 @@ def changes(case: Case) -> Iterator[Blocks]:
     yield RULE
     shape = SHAPES[case.shape]
     key = (shape.k, shape.widths, rank_class_of(case.max_rank))
-    chosen = asdict(
-        bgmv_blocks(
-            *key, itemsize=2, is_short=case.tokens <= SHORT, all_singles=case.tokens <= SHORT
-        )
+    blocks = (
+        fragment_blocks(*key, page_elems=shape.page_bytes // 2)
         if case.phase == "decode"
         else sgmv_blocks(*key, itemsize=2, is_long=case.tokens > LONG)
     )
+    if blocks is None:
+        return
+    chosen = asdict(blocks)
     for name, values in FIELDS[case.phase].items():
         for value in values:
             if value != chosen[name]:
