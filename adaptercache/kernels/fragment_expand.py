@@ -13,7 +13,7 @@ from adaptercache.kernels.fragment_layouts import (
     sums_layout,
     y_layout,
 )
-from adaptercache.kernels.fragment_reads import pages_of, pointers_to, wait
+from adaptercache.kernels.fragment_reads import pages_of, sixteens, wait
 
 __all__ = ["expand_run"]
 
@@ -57,15 +57,15 @@ def expand_run(
     b_two = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
     y_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, Y)))[:, None, None]
     y_two = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, Y)))[None, None, :]
-    b_column = b_warp * 32 + b_two
+    columns = _by_twos(arena) + (b_warp * 32 + b_two)
     begin += column
     b = ()
     for strip in gl.static_range(STRIPS):
         for chunk in gl.static_range(CHUNKS):
             b += (
                 _rows(
-                    arena, slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row,
-                    (chunk * 16 + row < r) & (strip < blocks), width, b_column, PAGE_ELEMS, ROWS,
+                    columns, slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row,
+                    (chunk * 16 + row < r) & (strip < blocks), width, PAGE_ELEMS, ROWS,
                 ),
             )  # fmt: skip
     live = (token >= 0)[None, :, None] & (y_warp >= 0)
@@ -91,8 +91,8 @@ def expand_run(
                 new = mma_v2(h[chunk], right, new)
                 next_b += (
                     _rows(
-                        arena, slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row,
-                        (chunk * 16 + row < r) & there, width, b_column, PAGE_ELEMS, ROWS,
+                        columns, slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row,
+                        (chunk * 16 + row < r) & there, width, PAGE_ELEMS, ROWS,
                     ),
                 )  # fmt: skip
             at = y_at + strip * (BLOCK // 2)
@@ -118,14 +118,14 @@ def _by_twos(pointers):
 
 @gluon.jit
 def _rows(
-    arena, slot_pages, num_pages, begin, row, there, width, column, PAGE_ELEMS: gl.constexpr,
+    columns, slot_pages, num_pages, begin, row, there, width, PAGE_ELEMS: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """A block's columns of 16 rows of Bᵀ, by twos. None crosses a cell."""
     element = (begin + row * width).to(gl.uint32)
     page = pages_of(slot_pages, element, there, PAGE_ELEMS, ROWS)
-    at = pointers_to(arena, page, num_pages, element, (16, 16), PAGE_ELEMS, ROWS)
-    at = gl.expand_dims(_by_twos(at), 2) + column
+    at = sixteens(page, num_pages, element, PAGE_ELEMS, ROWS).to(gl.int64) * 8
+    at = columns + gl.expand_dims(gl.multiple_of(at, (8, 8)), 2)
     return gl.load(at, mask=gl.expand_dims(there, 2), other=0)
 
 

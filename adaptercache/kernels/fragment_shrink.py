@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from adaptercache.kernels.fragment_layouts import mma_layout, operand_layout, parts_layout
-from adaptercache.kernels.fragment_reads import load_steps, pages_of, pointers_to, wait
+from adaptercache.kernels.fragment_reads import load_steps, pages_of, sixteens, wait
 
 __all__ = ["shrink_part"]
 
@@ -63,8 +63,8 @@ def shrink_part(
     for loop in gl.static_range(LOOPS):
         its = there if EVEN else there & (a_column + loop * WIDE < K)
         pages += (pages_of(slot_pages, element + loop * WIDE, its, PAGE_ELEMS, ROWS),)
-    a_at = pointers_to(arena, pages[0], num_pages, element, (16, 16), PAGE_ELEMS, ROWS)
-    a = load_steps(gl.expand_dims(a_at, 1) + ak, gl.expand_dims(there, 1), STEPS, 64)
+    a_at = _at(arena + ak, sixteens(pages[0], num_pages, element, PAGE_ELEMS, ROWS))
+    a = load_steps(a_at, gl.expand_dims(there, 1), STEPS, 64)
     if PDL:
         wait()
     xs = load_steps(x_at, live, STEPS, 64)
@@ -75,12 +75,10 @@ def shrink_part(
         next_a, next_xs = a, xs
         if loop + 1 < LOOPS:  # asked for before these are multiplied
             at = (loop + 1) * WIDE
-            a_at = pointers_to(
-                arena, pages[loop + 1], num_pages, element + at, (16, 16), PAGE_ELEMS, ROWS
-            )
+            unit = sixteens(pages[loop + 1], num_pages, element + at, PAGE_ELEMS, ROWS)
             its_a = there if EVEN else there & (a_column + at < K)
             its_x = live if EVEN else live & (x_column + at < K)
-            next_a = load_steps(gl.expand_dims(a_at, 1) + ak, gl.expand_dims(its_a, 1), STEPS, 64)
+            next_a = load_steps(_at(arena + ak, unit), gl.expand_dims(its_a, 1), STEPS, 64)
             next_xs = load_steps(x_at + at, its_x, STEPS, 64)
         new = ()
         for chain in gl.static_range(CHAINS):
@@ -97,3 +95,9 @@ def shrink_part(
     h = gl.sum(gl.convert_layout(h.reshape([WARPS, 256]), PARTS), 0)
     at = gl.arange(0, 256, layout=gl.SliceLayout(0, PARTS))
     gl.store(part + at, h, mask=(at // 16 % 8 == 0) | (at < gl.where(is_single, 0, 256)))
+
+
+@gluon.jit
+def _at(columns, unit):
+    """Pointers [warp, k, row] to columns of rows that begin at these units of 16 elements."""
+    return columns + gl.expand_dims(gl.multiple_of(unit.to(gl.int64) * 16, (16, 16)), 1)

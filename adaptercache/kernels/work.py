@@ -14,7 +14,7 @@
   the singles first;
 - three numbers of groups and singles, likewise;
 - of each group and single its slot, those of the highest ranks first; and
-- of a group, which of the groups it is; of a single −1 less its row.
+- of a single its row; of a group −1 less which of the groups it is.
 
 A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token of no group. BGMV
 takes groups and singles, or all tokens as if they were singles; by fragments, it takes a single for
@@ -160,11 +160,11 @@ class WorkShape:
             of_all = (slots for each in by_rank for slots in (each.groups, each.slots))
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
             which: list[int] = []
-            first = 0
+            group = -1
             for each in by_rank:
-                which.extend(range(first, first + len(each.groups)))
-                which.extend([-1 - row for row in each.rows])
-                first += len(each.groups)
+                which += range(group, group - len(each.groups), -1)
+                which += each.rows
+                group -= len(each.groups)
             _extend(numbers, which, self.num_rows)
         return numbers
 
