@@ -73,8 +73,8 @@ def pages_of(slot_pages, element, mask, PAGE_ELEMS: gl.constexpr, ROWS: gl.const
 
 @gluon.jit
 def sixteens(page, num_pages, element, PAGE_ELEMS: gl.constexpr, ROWS: gl.constexpr):
-    """Where these elements, multiples of 16, lie in an arena, in units of 16 elements: 32 bits are
-    enough for that, and quicker."""
+    """Where these elements, multiples of 16, lie in an arena, in units of 16 elements: 32 bits do,
+    up to 128 GiB, and are quicker."""
     row = (element // PAGE_ELEMS % ROWS).to(gl.int32)
     cell = (row * num_pages + page).to(gl.uint32)
     return cell * (PAGE_ELEMS // 16) + element % PAGE_ELEMS // 16

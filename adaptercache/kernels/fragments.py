@@ -107,9 +107,9 @@ def fragment_shrink(
             part = (part * (RANK // 16) + chunk) * SPLITS + unit % SPLITS
             token = tokens_of(work, which, tokens, tokens_of_x(WARPS))
             shrink_part(
-                x, x_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages, begin,
-                r, chunk * 16, unit % SPLITS * SLICES, partials + part.to(gl.int64) * 256, K, BK,
-                LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
+                x, x_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
+                begin, r, chunk * 16, unit % SPLITS * SLICES, partials + part.to(gl.int64) * 256,
+                K, BK, LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
         unit = later
         slot, which, r, begin = next_slot, next_which, next_r, next_begin
@@ -202,9 +202,9 @@ def fragment_expand(
         parts = partials + (m * tokens + group).to(gl.int64) * (RANK * 16 * SPLITS)
         if r > (32 if RANK > 16 else 0):
             expand_run(
-                y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages, begin,
-                r, scale, column, width, blocks, parts, SPLITS, RANK, TILES * 16 // RANK, WARPS,
-                AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
+                begin, r, scale, column, width, blocks, parts, SPLITS, RANK, TILES * 16 // RANK,
+                WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
         if RANK > 16:
             if (r > 16) & (r <= 32):

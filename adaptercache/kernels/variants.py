@@ -26,6 +26,8 @@ __all__ = ["Pair", "compile_group", "pair_for"]
 
 _HAS_GLUON = not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 """As `fragments` needs it."""
+_MOST = 16 << 32
+"""Elements of an arena that `fragments` finds with 32 bits: 128 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,18 @@ def pair_for(
     stacks = (stack.device, stack.dtype, stack.shape.page_elems, stack.shape.rows)
     shape = (k, tuple(widths), rank_class)
     if num_rows <= SMALL:
-        if aligned and stack.dtype == torch.bfloat16 and _HAS_GLUON:
+        if aligned and _takes_fragments(stack):
             pair = _fragments_pair(*stacks, *shape)
             if pair is not None:
                 return pair
         return _bgmv_pair(*stacks, *shape, num_rows <= SHORT, all_singles)
     return _sgmv_pair(*stacks, *shape, num_rows > LONG)
+
+
+def _takes_fragments(stack: LoraStack) -> bool:
+    shape = stack.shape
+    elements = shape.rows * shape.num_pages * shape.page_elems
+    return _HAS_GLUON and stack.dtype == torch.bfloat16 and elements <= _MOST
 
 
 def compile_group(

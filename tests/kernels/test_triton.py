@@ -209,8 +209,20 @@ def test_odd_widths_and_any_segments(
     check(world, segments, seed % 2, pad=pad)
 
 
+def test_an_arena_that_32_bits_cannot_count_is_not_for_fragments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stack = World(layout_of(64, [64], "bfloat16"), [[1, 1]], 1, 512, seed=0).stack
+    monkeypatch.setattr(variants, "_HAS_GLUON", True)
+    assert variants._takes_fragments(stack)
+    monkeypatch.setattr(stack, "shape", ArenaShape(32, 1 << 16, 64 << 10, 2))  # 128 GiB
+    assert variants._takes_fragments(stack)
+    monkeypatch.setattr(stack, "shape", ArenaShape(32, (1 << 16) + 1, 64 << 10, 2))
+    assert not variants._takes_fragments(stack)
+
+
 @pytest.mark.gpu
-@settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     st.sampled_from(
         [
