@@ -37,6 +37,7 @@ def expand_run(
     SPLITS: gl.constexpr,
     RANK: gl.constexpr,
     STRIPS: gl.constexpr,  # blocks at once
+    TOGETHER: gl.constexpr,  # blocks that begin at a multiple of as many: no cell ends in between
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,  # parts of K that are read at once
     PAGE_ELEMS: gl.constexpr,
@@ -62,12 +63,14 @@ def expand_run(
     b = ()
     for strip in gl.static_range(STRIPS):
         for chunk in gl.static_range(CHUNKS):
-            b += (
-                _rows(
-                    columns, slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row,
-                    (chunk * 16 + row < r) & (strip < blocks), width, PAGE_ELEMS, ROWS,
-                ),
-            )  # fmt: skip
+            first_rows = (chunk * 16 + row < r) & (strip < blocks)
+            if strip % TOGETHER == 0:
+                first_at = columns + _rows_at(
+                    slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row, first_rows,
+                    width, PAGE_ELEMS, ROWS,
+                )  # fmt: skip
+            mask = gl.expand_dims(first_rows, 2)
+            b += (gl.load(first_at + strip % TOGETHER * (BLOCK // 2), mask=mask, other=0),)
     live = (token >= 0)[None, :, None] & (y_warp >= 0)
     y_at = _by_twos(y + gl.multiple_of(token.to(gl.int64) * y_stride + column, 16))
     y_at = y_at[None, :, None] + (y_warp * 32 + y_two)
@@ -75,8 +78,7 @@ def expand_run(
         wait()
     old = ()
     for strip in gl.static_range(STRIPS):
-        its = live & (strip < blocks)
-        old += (gl.load(y_at + strip * (BLOCK // 2), mask=its, other=0),)
+        old += (gl.load(y_at + strip * (BLOCK // 2), mask=live & (strip < blocks), other=0),)
     h = _left(parts, is_single, r, SPLITS, AT_ONCE, RANK, WARPS)
     h = _chunks((h * scale).to(y.dtype.element_ty), CHUNKS, WARPS)
     while blocks > STRIPS:
@@ -89,15 +91,17 @@ def expand_run(
             for chunk in gl.static_range(CHUNKS):
                 right = _right(b[strip * CHUNKS + chunk], h[chunk].dtype, WARPS)
                 new = mma_v2(h[chunk], right, new)
-                next_b += (
-                    _rows(
-                        columns, slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row,
-                        (chunk * 16 + row < r) & there, width, PAGE_ELEMS, ROWS,
-                    ),
-                )  # fmt: skip
-            at = y_at + strip * (BLOCK // 2)
-            gl.store(at, _add(old[strip], new, WARPS), mask=live)
-            next_old += (gl.load(at + STRIPS * (BLOCK // 2), mask=live & there, other=0),)
+                its_rows = (chunk * 16 + row < r) & there
+                if strip % TOGETHER == 0:
+                    at = columns + _rows_at(
+                        slot_pages, num_pages, begin + strip * BLOCK, chunk * 16 + row, its_rows,
+                        width, PAGE_ELEMS, ROWS,
+                    )  # fmt: skip
+                b_at = at + strip % TOGETHER * (BLOCK // 2)
+                next_b += (gl.load(b_at, mask=gl.expand_dims(its_rows, 2), other=0),)
+            of_y = y_at + strip * (BLOCK // 2)
+            gl.store(of_y, _add(old[strip], new, WARPS), mask=live)
+            next_old += (gl.load(of_y + STRIPS * (BLOCK // 2), mask=live & there, other=0),)
         b, old = next_b, next_old
         y_at += STRIPS * (BLOCK // 2)
         blocks -= STRIPS
@@ -117,16 +121,15 @@ def _by_twos(pointers):
 
 
 @gluon.jit
-def _rows(
-    columns, slot_pages, num_pages, begin, row, there, width, PAGE_ELEMS: gl.constexpr,
-    ROWS: gl.constexpr,
-):  # fmt: skip
-    """A block's columns of 16 rows of Bᵀ, by twos. None crosses a cell."""
+def _rows_at(
+    slot_pages, num_pages, begin, row, there, width, PAGE_ELEMS: gl.constexpr, ROWS: gl.constexpr
+):
+    """[1, row, 1]: where a block's columns of these rows of Bᵀ begin in the arena, by twos. None
+    crosses a cell."""
     element = (begin + row * width).to(gl.uint32)
     page = pages_of(slot_pages, element, there, PAGE_ELEMS, ROWS)
     at = sixteens(page, num_pages, element, PAGE_ELEMS, ROWS).to(gl.int64) * 8
-    at = columns + gl.expand_dims(gl.multiple_of(at, (8, 8)), 2)
-    return gl.load(at, mask=gl.expand_dims(there, 2), other=0)
+    return gl.expand_dims(gl.multiple_of(at, (8, 8)), 2)
 
 
 @gluon.jit

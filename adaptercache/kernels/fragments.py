@@ -158,6 +158,7 @@ def fragment_expand(
     SPLITS: gl.constexpr,
     RANK: gl.constexpr,
     TILES: gl.constexpr,  # of B, 16 rows and 64 columns each, that a warp asks for at once
+    TOGETHER: gl.constexpr,  # blocks of a run: a multiple of it, where programs have more than one
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
     PAGE_ELEMS: gl.constexpr,
@@ -181,9 +182,10 @@ def fragment_expand(
     unit = program
     end = gl.minimum((over32 + over16 + others) * BLOCKS, program + 1)
     if (over32 + over16 + others) * BLOCKS > programs:
-        fours, twos = over32 * BLOCKS, over16 * BLOCKS
-        unit = _begin(program, programs, fours, twos, others * BLOCKS)
-        end = _begin(program + 1, programs, fours, twos, others * BLOCKS)
+        all32, all16 = over32 * (BLOCKS // TOGETHER), over16 * (BLOCKS // TOGETHER)
+        rest = others * (BLOCKS // TOGETHER)
+        unit = _begin(program, programs, all32, all16, rest) * TOGETHER
+        end = _begin(program + 1, programs, all32, all16, rest) * TOGETHER
     while unit < end:
         group = unit // BLOCKS
         if group != known:
@@ -204,19 +206,21 @@ def fragment_expand(
             expand_run(
                 y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
                 begin, r, scale, column, width, blocks, parts, SPLITS, RANK, TILES * 16 // RANK,
-                WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                TOGETHER, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
         if RANK > 16:
             if (r > 16) & (r <= 32):
                 expand_run(
                     y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
-                    begin, r, scale, column, width, blocks, parts, SPLITS, 32, TILES // 2, WARPS,
+                    begin, r, scale, column, width, blocks, parts, SPLITS, 32, TILES // 2,
+                    TOGETHER, WARPS,
                     AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
             if (r > 0) & (r <= 16):
                 expand_run(
                     y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
-                    begin, r, scale, column, width, blocks, parts, SPLITS, 16, TILES, WARPS,
+                    begin, r, scale, column, width, blocks, parts, SPLITS, 16, TILES,
+                    TOGETHER, WARPS,
                     AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
         unit += blocks

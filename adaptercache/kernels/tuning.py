@@ -61,12 +61,14 @@ class Bgmv:
 @dataclass(frozen=True, slots=True)
 class Fragments:
     """``bk``: columns of A a warp at once. ``loops``: of a shrink's program, which make the parts
-    of K fewer. ``tiles`` of B, 16 rows and 64 columns each, that a warp asks for at once.
+    of K fewer. ``tiles`` of B, 16 rows and 64 columns each, that a warp asks for at once; blocks of
+    columns that are done ``together`` share the look-up of their address.
     ``…_words``: that a thread keeps at most."""
 
     bk: int
     loops: int
     tiles: int
+    together: int
     shrink_warps: int
     expand_warps: int
     shrink_words: int
@@ -180,6 +182,7 @@ def fragment_blocks(
         bk=bk,
         loops=-(-in_features // (bk * warps * parts)),
         tiles=2 if few else 4,
+        together=2 if few and not any(width % (2 * block) for width in out_features) else 1,
         shrink_warps=warps,
         expand_warps=block // 64,
         shrink_words=128,

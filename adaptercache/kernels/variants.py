@@ -173,7 +173,7 @@ def _fragments_pair(
     }
     expand = {
         **{**both, **_widths(widths), "SPLITS": splits, "AT_ONCE": min(splits, 8)},
-        **{"TILES": blocks.tiles, "WARPS": blocks.expand_warps},
+        **{"TILES": blocks.tiles, "TOGETHER": blocks.together, "WARPS": blocks.expand_warps},
     }
     units = len(widths) * splits * rank_class // 16  # of a group
     return Pair(
