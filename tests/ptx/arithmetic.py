@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
 from ptx.program import UnknownInstruction
 
 Lanes: TypeAlias = "NDArray[Any]"
