@@ -28,7 +28,7 @@ pytest.importorskip("triton", minversion="3.6")  # Gluon, as the kernels need it
 from adaptercache.base_model import BaseModel
 from adaptercache.kernels import LoraStack
 from adaptercache.kernels.work import WorkShape
-from adaptercache.layout import ArenaShape, LoraLayout
+from adaptercache.layout import ArenaShape, LoraLayout, align
 from adaptercache.packing import VectorSpec
 
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -157,6 +157,7 @@ class World:
             for name, width in zip(self.names, shape.widths, strict=True)
         }
         layout = LoraLayout(BaseModel.from_table(table), max_rank=max(ranks))
+        self.sites = layout.sites
         modules = [self.names.index(site.module) for site in layout.sites]
         specs = [
             VectorSpec.of(
@@ -174,8 +175,17 @@ class World:
         for slot, spec in enumerate(specs):
             its, pages = pages[: pages_of[slot]], pages[pages_of[slot] :]
             self.stack.table[slot].copy_(self.stack.row(spec, its))
-            for page in its:
-                self.stack.arena[:, page].normal_(0, 0.05)
+            self.stack.arena[:, its] = self._vector(spec, len(its)).transpose(0, 1)
+
+    def _vector(self, spec: VectorSpec, pages: int) -> Tensor:
+        """Of an adapter, in cells [page, row, element]: NaN where no matrix is."""
+        vector = torch.full((pages * ROWS * PAGE_ELEMS,), float("nan"))
+        for site, rank, start in zip(self.sites, spec.ranks, spec.starts, strict=True):
+            if rank:
+                its_b = start + align(rank * site.in_features)
+                vector[start : start + rank * site.in_features].normal_(0, 0.05)
+                vector[its_b : its_b + rank * site.out_features].normal_(0, 0.05)
+        return vector.bfloat16().view(pages, ROWS, PAGE_ELEMS)
 
     def tokens(self, count: int) -> tuple[Tensor, Tensor]:
         """x and y."""
@@ -272,6 +282,7 @@ THREE, THREE_64 = Shape(1024, (512, 256, 256), 16), Shape(1024, (512, 256, 256),
 TWO_64 = Shape(1024, (512, 256), 64)
 NARROW_64 = Shape(1024, (128, 128, 64), 64)
 UNEVEN, UNEVEN_64 = Shape(1088, (256,), 16), Shape(4736, (256, 256), 64)
+RUNS, RUNS_64 = Shape(1024, (320,), 16), Shape(1024, (576, 64), 64)  # blocks of 64 columns
 LONG, LONG_64 = Shape(8320, (128,), 16), Shape(8320, (128,), 64)
 AMPERE, AMPERE_64 = replace(THREE, arch=80), replace(NARROW_64, arch=80)
 MIXED = [(0, 1), (-1, 1), (1, 1), (2, 18), (3, 1), (0, 1), (4, 1)]
@@ -291,6 +302,8 @@ CASES = {
         TWO_64, (64, 8, 40, 20, 16, 4), [*in_turn(40, 6), (-1, 3)], programs=3
     ),
     "narrow": Case(NARROW_64, (64, 33), [*in_turn(20, 2), (0, 30)], programs=3),
+    "runs of columns": Case(RUNS, (16, 3), [*in_turn(4, 2), (0, 1)], programs=2),
+    "runs of columns, of three ranks": Case(RUNS_64, (64, 30, 7), in_turn(6, 3), programs=2),
     "an uneven last part": Case(UNEVEN, (16, 5), [(0, 3), (1, 1)], programs=4),
     "an uneven last part, in loops": Case(
         UNEVEN_64, (20, 64), [*in_turn(4, 2), (1, 9)], programs=4

@@ -101,9 +101,10 @@ def test_every_token_is_in_one_group_or_single_in_the_order_of_ranks(step: Step)
         assert not of_token.keys() & tokens
         of_token.update(dict.fromkeys(tokens, slot))
     assert of_token == {row: slot for slot, its in step.rows().items() for row in its}
-    for its in parts:  # groups first, which lie as many further each
-        assert [each >= 0 for each in its] == sorted((each >= 0 for each in its), reverse=True)
-    used = [each for its in parts for each in its if each >= 0]
+    for part_which in parts:  # its groups first
+        are_groups = [each >= 0 for each in part_which]
+        assert are_groups == sorted(are_groups, reverse=True)
+    used = [each for part_which in parts for each in part_which if each >= 0]
     assert used == list(range(older[0][0]))
 
 
