@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 
 SPILL = 16
 """Bytes a thread. That of the decode expand at rank class 64 lies outside its loop."""
+SPILL_OF_FRAGMENTS = 128
+"""Likewise, of their expand at rank class 64: three programs to a multiprocessor outweigh it."""
 
 # In a process of its own: where the interpreter is on, there is nothing to compile.
 PROGRAM = """
@@ -27,15 +29,6 @@ import torch
 from adaptercache.kernels import variants
 from adaptercache.kernels.tuning import modules_at_once
 
-arch, rank_class, k, widths, dtype = json.loads(sys.argv[1])
-SHORT = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
-POINTERS = dict.fromkeys(("x", "arena", "y0", "y1", "y2"), SHORT) | dict(
-    pages="*i32", start="*i32", rank="*i32", scaling="*fp32", work="*i32", counters="*i32",
-    partials="*fp32",
-)
-ALIGNED = {*("x", "arena", "y0", "y1", "y2", "partials"), *(
-    ("x_stride", "y_stride0", "y_stride1", "y_stride2") if k % 16 == 0 else ()
-)}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -54,10 +47,12 @@ def stack_bytes(found, arch):
         signature[name] = POINTERS.get(name, "i32")
         if name in ALIGNED:
             attributes[place,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=warps, num_stages=3)
-    )
+    make, options = ASTSource, dict(num_warps=warps, num_stages=3)
+    if by_fragments:
+        from triton.experimental.gluon._runtime import GluonASTSource as make
+        options["maxnreg"] = found.max_words
+    source = make(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -66,16 +61,28 @@ def stack_bytes(found, arch):
     return int(re.search(r"STACK:(\\d+)", text)[1])
 
 
-variants.has_pdl = lambda device: arch >= 90
-shape = (torch.device("cuda"), getattr(torch, dtype), 32768, 32)
-shape += (k, tuple(widths[: modules_at_once(rank_class)]), rank_class)
-few, many = variants._bgmv_pair(*shape, False, False), variants._sgmv_pair(*shape, False)
-print(json.dumps({
-    "bgmv_shrink": stack_bytes(few.shrink, arch),
-    "bgmv_expand": stack_bytes(few.expand, arch),
-    "sgmv_shrink": stack_bytes(many.shrink, arch),
-    "sgmv_expand": stack_bytes(many.expand, arch),
-}))
+for arch, rank_class, k, widths, dtype, by_fragments in json.loads(sys.argv[1]):
+    short = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
+    POINTERS = dict.fromkeys(("x", "arena", "y0", "y1", "y2"), short) | dict(
+        pages="*i32", start="*i32", rank="*i32", scaling="*fp32", work="*i32", counters="*i32",
+        partials="*fp32",
+    )
+    ALIGNED = {*("x", "arena", "y0", "y1", "y2", "partials"), *(
+        ("x_stride", "y_stride0", "y_stride1", "y_stride2") if k % 16 == 0 else ()
+    )}
+    variants.has_pdl = lambda device: arch >= 90
+    shape = (torch.device("cuda"), getattr(torch, dtype), 32768, 32)
+    shape += (k, tuple(widths[: modules_at_once(rank_class)]), rank_class)
+    if by_fragments:
+        pairs = {"fragment": variants._fragments_pair(*shape)}
+    else:
+        few, many = variants._bgmv_pair(*shape, False, False), variants._sgmv_pair(*shape, False)
+        pairs = {"bgmv": few, "sgmv": many}
+    print(json.dumps({
+        f"{name}_{which}": stack_bytes(getattr(pair, which), arch)
+        for name, pair in pairs.items()
+        for which in ("shrink", "expand")
+    }))
 """
 
 
@@ -88,17 +95,38 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_kernel_compiles_and_spills_nothing_to_speak_of(case: tuple[object, ...]) -> None:
+def stack_bytes(*cases: tuple[object, ...], by_fragments: bool) -> list[dict[str, int]]:
+    """Of each case's kernels."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(case)],
+        [sys.executable, "-c", PROGRAM, json.dumps([(*case, by_fragments) for case in cases])],
         env=environment,
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    stack = json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(cases) :]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_kernel_compiles_and_spills_nothing_to_speak_of(case: tuple[object, ...]) -> None:
+    (stack,) = stack_bytes(case, by_fragments=False)
     assert set(stack) == {"bgmv_shrink", "bgmv_expand", "sgmv_shrink", "sgmv_expand"}
     assert max(stack.values()) <= SPILL, stack
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("rank_class", [16, 64])
+def test_kernels_by_fragments_compile_and_spill_no_more_than_is_chosen(
+    arch: int, rank_class: int
+) -> None:
+    pytest.importorskip("triton", minversion="3.6")  # Gluon, as they need it
+    shapes = (LLAMA[:2], (14336, [4096]), (4096, [128, 128, 64]))
+    cases = [(arch, rank_class, *shape, "bfloat16") for shape in shapes]
+    found = stack_bytes(*cases, by_fragments=True)
+    most = SPILL if rank_class == 16 else SPILL_OF_FRAGMENTS
+    for case, stack in zip(cases, found, strict=True):
+        assert set(stack) == {"fragment_shrink", "fragment_expand"}
+        assert stack["fragment_shrink"] <= SPILL, (case, stack)
+        assert stack["fragment_expand"] <= most, (case, stack)
