@@ -89,10 +89,10 @@ def test_every_token_is_in_one_group_or_single_in_the_order_of_ranks(step: Step)
     part_of_each = [part for part in range(3) for _ in range(counts[part])]
     for part, slot, its in zip(part_of_each, slots, which, strict=False):
         assert step.part_of(slot) == part
-        tokens = [-1 - its]
-        if its >= 0:
-            assert its < older[0][0]
-            of_group, padded = groups[its]
+        tokens = [its]
+        if its < 0:
+            assert -1 - its < older[0][0]
+            of_group, padded = groups[-1 - its]
             tokens = [token for token in padded if token >= 0]
             assert of_group == slot
             assert padded == tokens + [-1] * (16 - len(tokens))
@@ -102,9 +102,9 @@ def test_every_token_is_in_one_group_or_single_in_the_order_of_ranks(step: Step)
         of_token.update(dict.fromkeys(tokens, slot))
     assert of_token == {row: slot for slot, its in step.rows().items() for row in its}
     for part_which in parts:  # its groups first
-        are_groups = [each >= 0 for each in part_which]
+        are_groups = [each < 0 for each in part_which]
         assert are_groups == sorted(are_groups, reverse=True)
-    used = [each for part_which in parts for each in part_which if each >= 0]
+    used = [-1 - each for part_which in parts for each in part_which if each < 0]
     assert used == list(range(older[0][0]))
 
 
