@@ -23,6 +23,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 import torch
 from adaptercache.kernels import variants
 from adaptercache.kernels.tuning import modules_at_once
@@ -54,7 +55,8 @@ def stack_bytes(found, arch):
         signature[name] = POINTERS.get(name, "i32")
         if name in ALIGNED:
             attributes[place,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=warps, num_stages=3)
     )
@@ -70,7 +72,13 @@ variants.has_pdl = lambda device: arch >= 90
 shape = (torch.device("cuda"), getattr(torch, dtype), 32768, 32)
 shape += (k, tuple(widths[: modules_at_once(rank_class)]), rank_class)
 few, many = variants._bgmv_pair(*shape, False, False), variants._sgmv_pair(*shape, False)
-print(json.dumps({
+found = {}
+if fragments := dtype == "bfloat16" and variants._fragments_pair(*shape):
+    found = {
+        "fragment_shrink": stack_bytes(fragments.shrink, arch),
+        "fragment_expand": stack_bytes(fragments.expand, arch),
+    }
+print(json.dumps(found | {
     "bgmv_shrink": stack_bytes(few.shrink, arch),
     "bgmv_expand": stack_bytes(few.expand, arch),
     "sgmv_shrink": stack_bytes(many.shrink, arch),
@@ -100,5 +108,7 @@ def test_every_kernel_compiles_and_spills_nothing_to_speak_of(case: tuple[object
     )
     assert done.returncode == 0, done.stderr
     stack = json.loads(done.stdout.splitlines()[-1])
-    assert set(stack) == {"bgmv_shrink", "bgmv_expand", "sgmv_shrink", "sgmv_expand"}
+    _, rank_class, k, _, dtype = case
+    kinds = ["bgmv", "sgmv", *["fragment"] * (dtype == "bfloat16" and rank_class <= 64 and k > 97)]
+    assert set(stack) == {f"{kind}_{half}" for kind in kinds for half in ("shrink", "expand")}
     assert max(stack.values()) <= SPILL, stack
