@@ -37,10 +37,9 @@ def add_lora_triton(
     Makes a pair of launches for up to three modules, and nothing else: no allocation but that of
     scratch at its first use, no synchronisation.
     """
-    rows = batch.num_rows
-    if rows == 0:
+    rows, stack = batch.num_rows, batch.stack
+    if not (rows and stack.num_slots):  # kernels look up a slot before they know of any
         return
-    stack = batch.stack
     work = address(batch.work())
     alone = batch.shape.is_small and all_singles(group.elements, batch.rank_class, rows)
     x_at, x_stride = address(x), x.stride(0)

@@ -1,7 +1,8 @@
 """Kernels that start before the one ahead has ended read nothing of it too early.
 
 Strangers write x and y: they let the next kernel start at once, and take long. Eight calls share
-one scratch. Whatever is read too soon is of the replay before, and differs.
+one scratch. Whatever is read too soon is of the replay before, and differs. Of a module that the
+adapters lack, kernels find nothing to do, but those behind them still have to wait.
 """
 
 from __future__ import annotations
@@ -43,22 +44,27 @@ def produce(source: Tensor, target: Tensor, spins: int) -> None:
     slow_copy[grid](source, target, source.numel(), spins, BLOCK=block, launch_pdl=True)
 
 
-@pytest.mark.parametrize("rows", [64, 600], ids=["bgmv", "sgmv"])
-def test_producers_that_let_the_next_kernel_in_early_are_waited_for(rows: int) -> None:
+@pytest.mark.parametrize("after_nothing", [False, True], ids=["", "after a module that is lacking"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [64, 600], ids=["few", "many"])
+def test_producers_that_let_the_next_kernel_in_early_are_waited_for(
+    rows: int, dtype: torch.dtype, after_nothing: bool
+) -> None:
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
     assert os.environ.get("TRITON_INTERPRET") != "1"
     torch.manual_seed(0)
     k, n, slots = 1024, 512, 6
-    like = {"dtype": torch.bfloat16, "device": "cuda"}
+    like = {"dtype": dtype, "device": "cuda"}
     stack = LoraStack.from_dense(
         {
-            (layer, "o_proj"): (
-                torch.randn(slots, 16, k, **like),
-                torch.randn(slots, n, 16, **like),
+            (layer, module): (
+                torch.randn(slots, rank, k, **like),
+                torch.randn(slots, n, rank, **like),
                 [1.0 + slot for slot in range(slots)],
             )
             for layer in range(CALLS)
+            for module, rank in (("k_proj", 0), ("o_proj", 16))
         }
     )
     segments = [(row % slots, 1) for row in range(rows - 40)] + [(2, 40)]
@@ -67,11 +73,14 @@ def test_producers_that_let_the_next_kernel_in_early_are_waited_for(rows: int) -
     starts = torch.randn(2, CALLS, rows, n, **like)
     source, start = sources[0].clone(), starts[0].clone()
     x, y = torch.empty_like(source), torch.empty_like(start)
+    untouched = torch.zeros(rows, n, **like)
 
     def step(write: Callable[[Tensor, Tensor, int], None]) -> None:
         for call in range(CALLS):
             write(source[call], x[call], 3000)
             write(start[call], y[call], 3000)
+            if after_nothing:
+                add_lora(untouched, x[call], batch, ["k_proj"], call)
             add_lora(y[call], x[call], batch, ["o_proj"], call)
 
     wanted = []
@@ -92,3 +101,4 @@ def test_producers_that_let_the_next_kernel_in_early_are_waited_for(rows: int) -
         graph.replay()
         wrong += (y != wanted[replay % 2]).sum()
     assert int(wrong) == 0
+    assert not untouched.any()

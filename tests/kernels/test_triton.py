@@ -290,6 +290,17 @@ def test_a_token_has_the_same_bits_in_whatever_company(rank_class: int) -> None:
     assert all(result.equal(results[0]) for result in results)
 
 
+@pytest.mark.parametrize("tokens", [3, 600], ids=["few", "many"])
+def test_a_stack_without_slots_has_nothing_to_add(tokens: int) -> None:
+    dtype = {"dtype": torch.bfloat16, "device": DEVICE}
+    a, b = torch.zeros(0, 16, 64, **dtype), torch.zeros(0, 128, 16, **dtype)
+    stack = LoraStack.from_dense({(0, "o_proj"): (a, b, [])})
+    batch = LoraBatch(stack, [(-1, tokens)])
+    x, y = torch.ones(tokens, 64, **dtype), torch.zeros(tokens, 128, **dtype)
+    add_lora_triton(y, x, batch, stack.group(0, ("o_proj",)))
+    assert not y.any()
+
+
 def test_batches_that_are_open_at_once_keep_their_own_adapters() -> None:
     world = World(layout_of(64, [32], "float32"), [[16, 8], [4, 16]], 1, 512, seed=4)
     x = torch.randn(3, 64)
