@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from adaptercache.kernels.groups import block_of, expand_group, shrink_group
-from adaptercache.kernels.jit import kernel, pick, share_of
+from adaptercache.kernels.jit import end_in_turn, kernel, pick, share_of
 from adaptercache.kernels.singles import counts, expand_singles, shrink_singles
 
 __all__ = ["bgmv_expand", "bgmv_shrink"]
@@ -87,6 +87,7 @@ def bgmv_shrink(
         of_groups % programs, partials, tokens, K, M, RANK, ROOM, BK, VECTOR, PAGE_ELEMS, ROWS,
         ALIGNED, PDL,
     )  # fmt: skip
+    end_in_turn(PDL)
 
 
 @kernel
@@ -184,3 +185,4 @@ def bgmv_expand(
         tokens, K, N0, N1, N2, M, SPLITS, SPLITS_POW2, ROOM, RANK, 16, BN, VECTOR, IN_RUNS,
         PAGE_ELEMS, ROWS, ALIGNED, PDL,
     )  # fmt: skip
+    end_in_turn(PDL)

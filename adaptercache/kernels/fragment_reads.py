@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 __all__ = [
+    "end_in_turn",
     "group_of",
     "launch_dependents",
     "load_steps",
@@ -32,6 +33,14 @@ def wait():
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def end_in_turn(PDL: gl.constexpr):
+    """As `jit.end_in_turn`."""
+    if PDL:  # noqa: SIM102
+        if gl.program_id(0) == 0:
+            wait()
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from adaptercache.kernels.fragment_expand import expand_run
 from adaptercache.kernels.fragment_layouts import tokens_of_x, tokens_of_y
 from adaptercache.kernels.fragment_reads import (
+    end_in_turn,
     group_of,
     launch_dependents,
     numbers_of,
@@ -114,6 +115,7 @@ def fragment_shrink(
         unit = later
         slot, which, r, begin = next_slot, next_which, next_r, next_begin
         next_slot, next_which = last_slot, last_which
+    end_in_turn(PDL)
 
 
 @gluon.jit
@@ -224,6 +226,7 @@ def fragment_expand(
                     AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
         unit += blocks
+    end_in_turn(PDL)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["alike", "kernel", "pick", "share_of"]
+__all__ = ["alike", "end_in_turn", "kernel", "pick", "share_of"]
 
 # Numbers that only shift addresses, and tables that are read one number at a time: what they are
 # makes no other binary. Of x and y it matters, since they are read sixteen bytes at a time.
@@ -27,6 +27,15 @@ def alike(function: Any) -> dict[str, list[str]]:
         "do_not_specialize": [name for name in names if name in _NUMBERS],
         "do_not_specialize_on_alignment": [name for name in names if name in _TABLES],
     }
+
+
+@triton.jit
+def end_in_turn(PDL: tl.constexpr):
+    """Last in a kernel (see `binary.has_pdl`): one that found nothing to do, and so waited for
+    nothing, would else be done before the one ahead of it, and the one behind it begin."""
+    if PDL:  # noqa: SIM102 (known when it is compiled)
+        if tl.program_id(0) == 0:
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

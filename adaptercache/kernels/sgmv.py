@@ -13,7 +13,7 @@ import triton.language as tl
 
 from adaptercache.kernels.dots import dot_into
 from adaptercache.kernels.groups import block_of, expand_group, is_last, sum_parts
-from adaptercache.kernels.jit import kernel, pick, share_of
+from adaptercache.kernels.jit import end_in_turn, kernel, pick, share_of
 from adaptercache.kernels.paging import load_part, part_pages
 
 __all__ = ["sgmv_expand", "sgmv_shrink"]
@@ -60,6 +60,7 @@ def sgmv_shrink(
     split = tl.program_id(0) % SPLITS
     tile = strip // (BM // STRIP)
     if tile >= tl.load(work):
+        end_in_turn(PDL)
         return
     its_tokens = work + 8 + max_groups + strip * STRIP
     if tl.load(its_tokens) < 0:
@@ -232,3 +233,4 @@ def sgmv_expand(
                 BN, PAGE_ELEMS, ROWS, ALIGNED, PDL, DOT_IN_FLOAT32, STAGES,
             )  # fmt: skip
         unit += blocks
+    end_in_turn(PDL)
