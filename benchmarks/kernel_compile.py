@@ -56,9 +56,6 @@ class _Stack:
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
 
-    def scratch(self, numel: int, counters: int) -> None:
-        """None is needed."""
-
 
 def _compile(
     shape_name: str, rank_class: int, num_rows: int, blocks: Blocks, arena_rows: int

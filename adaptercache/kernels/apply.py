@@ -26,7 +26,8 @@ def add_lora(
     """Add the LoRA term of modules that share their input: ``y += scaling · (x Aᵀ) Bᵀ``.
 
     Every token uses its own adapter; tokens of the base model and padding rows are left alone.
-    The arithmetic is float32, and rounded once, into y.
+    Sums are float32; y is rounded once, and x Aᵀ may be rounded to the weights' precision before
+    it is multiplied (docs/kernels.md).
 
     Args:
         y: the modules' outputs, changed in place: one tensor ``[num_rows, sum of out]`` with the

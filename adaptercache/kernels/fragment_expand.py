@@ -137,8 +137,8 @@ def _left(
     parts, is_single, r, SPLITS: gl.constexpr, AT_ONCE: gl.constexpr, RANK: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The sum of the parts [token, row], always in the same order. What other programs have stored
-    is read past the L1."""
+    """The sum of the parts [token, row], always in the same order; 0 of rows that there are not,
+    whatever x is. What other programs have stored is read past the L1."""
     SUMS: gl.constexpr = sums_layout(RANK, WARPS)
     i = gl.arange(0, 16 * RANK, layout=SUMS)  # chunk, and n, g, t, hi, e
     at = parts + i // 256 * (SPLITS * 256) + i % 256
@@ -151,7 +151,12 @@ def _left(
             some += (gl.load(at + s * 256, mask=its, other=0.0, cache_modifier=".cg"),)
         for s in gl.static_range(min(AT_ONCE, SPLITS - first)):
             sums += some[s]
-    sums = sums.reshape([RANK // 16, 2, 8, 4, 2, 2]).permute([4, 2, 0, 1, 3, 5])
+    row = i // 256 * 16 + i // 128 % 2 * 8 + i // 4 % 4 * 2 + i % 2
+    sums = (
+        gl.where(row < r, sums, 0.0)
+        .reshape([RANK // 16, 2, 8, 4, 2, 2])
+        .permute([4, 2, 0, 1, 3, 5])
+    )
     return sums.reshape([16, RANK])
 
 

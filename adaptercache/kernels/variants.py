@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from adaptercache.kernels.tuning import (
 )
 from adaptercache.kernels.work import LARGE_TILE, LONG, SHORT, SMALL
 
-__all__ = ["Pair", "compile_group", "pair_for"]
+__all__ = ["Pair", "compile_group", "pair_for", "scratch_of"]
 
 _HAS_GLUON = not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 """As `fragments` needs it."""
@@ -82,15 +82,31 @@ def compile_group(
 
     What is compiled lies in Triton's cache on disk, for other processes too.
     """
+    for pair in _pairs(stack, k, widths, rank_class, num_rows):
+        for follows in {False, pair.pdl}:
+            pair.shrink.compile(aligned=True, pdl=follows)
+        pair.expand.compile(aligned=True, pdl=pair.pdl)
+
+
+def scratch_of(
+    stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
+) -> tuple[int, int]:
+    """What they need of `LoraStack.scratch`."""
+    pairs = list(_pairs(stack, k, widths, rank_class, num_rows))
+    return (
+        num_rows * max(pair.scratch for pair in pairs),
+        num_rows * max(pair.counters for pair in pairs),
+    )
+
+
+def _pairs(
+    stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
+) -> Iterator[Pair]:
     at_once = modules_at_once(rank_class)
     alone = all_singles(len(widths) * k + sum(widths), rank_class, num_rows)
     for i in range(0, len(widths), at_once):
         its = widths[i : i + at_once]
-        pair = pair_for(stack, k, its, rank_class, num_rows, all_singles=alone)
-        for follows in {False, pair.pdl}:
-            pair.shrink.compile(aligned=True, pdl=follows)
-        pair.expand.compile(aligned=True, pdl=pair.pdl)
-        stack.scratch(num_rows * pair.scratch, num_rows * pair.counters)
+        yield pair_for(stack, k, its, rank_class, num_rows, all_singles=alone)
 
 
 @lru_cache(maxsize=4096)

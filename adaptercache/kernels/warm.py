@@ -43,16 +43,24 @@ def warmup(
     widths = _widths(stack, _default(stack) if groups is None else groups)
     if stack.device.type != "cuda":
         return
-    from adaptercache.kernels.variants import compile_group  # triton: only where it is used
+    from adaptercache.kernels.variants import compile_group, scratch_of  # triton: only where used
 
     largest = rank_class_of(stack.layout.max_rank)
+    wanted = []
     for k, outs in sorted(widths):
         for rank_class in [each for each in RANK_CLASSES if each <= largest]:
             rows = 0
             while rows < num_rows:
                 most = rows_alike(len(outs) * k + sum(outs), rank_class, rows + 1)
                 rows = num_rows if most > LONG else min(most, num_rows)
-                compile_group(stack, k, outs, rank_class, rows)
+                wanted.append((k, outs, rank_class, rows))
+    sizes = [scratch_of(stack, *each) for each in wanted]
+    # All of it at once: what is outgrown would be kept, for graphs that were captured with it.
+    stack.scratch(
+        max((sums for sums, _ in sizes), default=0), max((n for _, n in sizes), default=0)
+    )
+    for each in wanted:
+        compile_group(stack, *each)
 
 
 def _default(stack: LoraStack) -> list[tuple[str, ...]]:

@@ -290,6 +290,19 @@ def test_a_token_has_the_same_bits_in_whatever_company(rank_class: int) -> None:
     assert all(result.equal(results[0]) for result in results)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 600], ids=["few", "many"])
+def test_rows_that_an_adapter_has_not_make_no_nan_of_an_infinite_x(rows: int) -> None:
+    world = World(layout_of(64, [64], "bfloat16"), [[1, 1]], 1, 512, seed=0)
+    x = torch.ones(rows, 64, dtype=torch.bfloat16, device=DEVICE)
+    x[0, 5] = float("inf")
+    y = torch.zeros(rows, 64, dtype=torch.bfloat16, device=DEVICE)
+    batch = LoraBatch(world.stack, [(0, rows)], rank_class=16)
+    add_lora_triton(y, x, batch, world.stack.group(0, ("m0_proj",)))
+    assert y[0].isinf().all()
+    assert y[1:].isfinite().all()
+
+
 @pytest.mark.parametrize("tokens", [3, 600], ids=["few", "many"])
 def test_a_stack_without_slots_has_nothing_to_add(tokens: int) -> None:
     dtype = {"dtype": torch.bfloat16, "device": DEVICE}
