@@ -71,6 +71,13 @@ def test_a_source_that_cannot_be_used_is_named(
         places(source, tmp_path).check()
 
 
+@pytest.mark.parametrize("source", ["s3://", "s3:///prefix", "s3://two words/x", "s3://a@b"])
+def test_a_bucket_that_is_none_is_named(source: str, tmp_path: Path) -> None:
+    """Here, where vLLM starts, and not where a worker asks for its first adapter."""
+    with pytest.raises(ValueError, match=r"ADAPTERCACHE_SOURCE: .*give s3://bucket/prefix"):
+        places(source, tmp_path).check()
+
+
 def test_a_bucket_without_boto3_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in sys.modules if name.startswith("adaptercache.s3")]:
         monkeypatch.delitem(sys.modules, name)

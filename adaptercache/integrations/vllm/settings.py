@@ -64,11 +64,14 @@ class Settings:
         Raises:
             ValueError: they can't; it says which variable names what.
         """
+        from adaptercache.s3.options import Location
         from adaptercache.tiers.remote import open_source
 
         try:
             # vLLM may fork after this: boto3 isn't brought in where it is there.
-            if not self.source.startswith("s3://") or find_spec("boto3") is None:
+            if self.source.startswith("s3://") and find_spec("boto3") is not None:
+                Location.parse(self.source)
+            else:
                 open_source(self.source)
         except (OSError, ValueError, ModuleNotFoundError) as error:
             raise ValueError(f"{PREFIX}SOURCE: {error}") from error
