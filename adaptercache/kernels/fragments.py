@@ -4,7 +4,7 @@ Gluon, so that layouts are ours: operands of the tensor cores' ``mma.m16n8k16`` 
 global memory into the registers where it wants them (`fragment_layouts`), and shared memory only
 adds up what warps have. Tokens that share an adapter go in groups of up to 16; a single is a group
 of one, since it is the adapter's bytes that take the time. However a batch is grouped, a token's
-sums are made in the same order, so equal inputs give equal bits.
+sums are made in the same order, so equal inputs give equal bits, in batches of one rank class.
 
 Parts of K are stored as they lie in the accumulators, and each program of the expand adds them up,
 once for a run of columns: as accumulators lie, so lies the next product's left operand. Programs
