@@ -1,4 +1,5 @@
-"""Try block sizes around the rule's (`adaptercache/kernels/tuning.py`), one field at a time.
+"""Try block sizes around the rule's (`adaptercache/kernels/tuning.py`), one field at a time: in
+decode those of `fragments`, in prefill those of `sgmv`.
 
 Prints, for each case, the time of the rule's choice and of every change to it that is faster. The
 rule is then changed by hand, where a change helps a kind of case and hurts none.

@@ -28,7 +28,8 @@ def has_pdl(device: torch.device) -> bool:
 
     A kernel may then start before the one ahead of it has ended. It waits for that before it reads
     x, y or partials, and before it writes; weights, tables and work it reads at once, since they
-    were written before the batch's first kernel, which is launched without the attribute.
+    were written before the batch's first kernel, which is launched without the attribute. One that
+    finds nothing to do waits too, before it ends (`jit.end_in_turn`).
     """
     return not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
 

@@ -215,15 +215,13 @@ def fragment_expand(
                 expand_run(
                     y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
                     begin, r, scale, column, width, blocks, parts, SPLITS, 32, TILES // 2,
-                    TOGETHER, WARPS,
-                    AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                    TOGETHER, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
             if (r > 0) & (r <= 16):
                 expand_run(
                     y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
                     begin, r, scale, column, width, blocks, parts, SPLITS, 16, TILES,
-                    TOGETHER, WARPS,
-                    AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                    TOGETHER, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
                 )  # fmt: skip
         unit += blocks
     end_in_turn(PDL)
