@@ -40,11 +40,12 @@ def rows_apart(random: torch.Generator, rows: int, width: int, dtype: torch.dtyp
 
 
 def same(got: Tensor, want: Tensor) -> bool:
-    """Bit for bit, but for what float32's own rounding turns: now and then one of the last bits."""
+    """Bit for bit, but for what float32's own rounding turns: now and then one of the last bits;
+    in float32, of the terms (a GPU rounds a product and a sum once), which may cancel."""
     step = torch.finfo(want.dtype).eps
     off = (got.cpu().double() - want.double()).abs()
     if want.dtype is torch.float32:
-        return bool((off <= 8 * step * want.double().abs() + 1e-7).all())
+        return bool((off <= 8 * step * want.double().abs() + 2e-6).all())
     is_off = off > 0
     return bool((off <= 2 * step * want.double().abs()).all() and is_off.double().mean() < 0.01)
 
