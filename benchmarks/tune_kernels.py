@@ -26,12 +26,11 @@ from kernel_world import World
 FIELDS = {
     "decode": {
         "bk": (64, 128),
-        "loops": (1, 2, 4),
-        "tiles": (4, 8),
+        "strips": (1, 2),
         "shrink_warps": (2, 4, 8),
         "expand_warps": (1, 2, 4),
-        "shrink_words": (96, 128, 168),
-        "expand_words": (96, 128, 168),
+        "shrink_words": (80, 96, 128),
+        "expand_words": (80, 96, 128, 168),
     },
     "prefill": {
         "bk": (64, 128, 256),

@@ -2,7 +2,8 @@
 
 An operand of ``mma.m16n8k16`` has a fixed place for each of its numbers. But k, which is summed
 over, may come in any order that both operands have, and so in one that is read 16 bytes at a time;
-and the columns of a product may be any.
+and the columns of a product may be any. Weights are the left operand, 16 rows of A or columns of
+Bᵀ, and tokens the right one, 8 of them: in decode most adapters have few.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ __all__ = [
     "operand_layout",
     "parts_layout",
     "sums_layout",
-    "tokens_of_x",
-    "tokens_of_y",
     "y_layout",
 ]
 
 
 @constexpr_function
 def mma_layout(warps):
-    """Of products [warp, token, row or column]."""
+    """Of products [warp, row or column, token]."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
@@ -36,23 +35,22 @@ def operand_layout(index, warps, side_by_side):
 
 
 @constexpr_function
-def parts_layout(slices, warps):
-    """Of what warps have summed [slice, 256]: a thread has its numbers of all slices."""
-    held, lanes, its_warps = _spread(256, warps)
+def parts_layout(numbers, warps):
+    """Of what warps have summed [warp, number]: a thread has its numbers of all warps."""
+    held, lanes, its_warps = _spread(numbers, warps)
     return gl.DistributedLinearLayout(
-        [[0, at] for at in held] + [[at, 0] for at in (1, 2, 4, 8) if at < slices],
-        [[0, at] for at in lanes], [[0, at] for at in its_warps], [], [slices, 256],
+        [[0, at] for at in held] + [[at, 0] for at in (1, 2, 4, 8) if at < warps],
+        [[0, at] for at in lanes], [[0, at] for at in its_warps], [], [warps, numbers],
     )  # fmt: skip
 
 
 @constexpr_function
-def sums_layout(rank, warps):
-    """Of a part of all rows [16 · rank]: each warp has other numbers."""
-    held, lanes, its_warps = _spread(16 * rank, warps)
+def sums_layout(numbers, warps):
+    """Of a part of all rows and tokens: each warp has other numbers."""
+    held, lanes, its_warps = _spread(numbers, warps)
     return gl.DistributedLinearLayout(
-        [[at] for at in held], [[at] for at in lanes], [[at] for at in its_warps], [],
-        [16 * rank],
-    )  # fmt: skip
+        [[at] for at in held], [[at] for at in lanes], [[at] for at in its_warps], [], [numbers]
+    )
 
 
 @constexpr_function
@@ -62,7 +60,8 @@ def _spread(numbers, warps):
     side = 2 if numbers >= 128 * warps else 1 if numbers >= 64 * warps else 0
     of_warps = warps.bit_length() - 1
     lanes, rest = bits[side : side + 5], bits[side + 5 :]
-    return bits[:side] + rest[of_warps:], lanes, rest[:of_warps]
+    its_warps = rest[:of_warps] + [0] * (of_warps - len(rest))
+    return bits[:side] + rest[of_warps:], lanes, its_warps
 
 
 @constexpr_function
@@ -71,29 +70,17 @@ def b_layout(warps):
     side by side, of the rows that the mma wants of it."""
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0]],
-        [[0, 2, 0], [0, 4, 0], [0, 0, 16], [0, 0, 4], [0, 0, 8]],
+        [[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
         [[at, 0, 0] for at in (1, 2, 4) if at < warps], [], [warps, 16, 32],
     )  # fmt: skip
 
 
 @constexpr_function
-def y_layout(warps):
-    """Of 64 columns of y, two a number [warp, token, 32]: a thread has 8 columns side by side,
-    twice, of two tokens."""
+def y_layout(tokens, warps):
+    """Of 64 columns of y, two a number [warp, token, 32]: a thread has 8 columns side by side, of
+    two tokens of each 8."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 8, 0], [0, 0, 16]],
-        [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[at, 0, 0] for at in (1, 2, 4) if at < warps], [], [warps, 16, 32],
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0]] + [[0, at, 0] for at in (8,) if at < tokens],
+        [[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+        [[at, 0, 0] for at in (1, 2, 4) if at < warps], [], [warps, tokens, 32],
     )  # fmt: skip
-
-
-@constexpr_function
-def tokens_of_x(warps):
-    """Of a group's 16 tokens, as the shrink's left operand has them."""
-    return gl.SliceLayout(0, gl.SliceLayout(2, operand_layout(0, warps, 8)))
-
-
-@constexpr_function
-def tokens_of_y(warps):
-    """Of a group's 16 tokens, as `y_layout` has them."""
-    return gl.SliceLayout(0, gl.SliceLayout(2, y_layout(warps)))

@@ -7,12 +7,13 @@ from triton.experimental.gluon import language as gl
 
 __all__ = [
     "end_in_turn",
-    "group_of",
+    "entry_of",
     "launch_dependents",
     "load_steps",
     "numbers_of",
     "pages_of",
     "sixteens",
+    "token_of",
     "tokens_of",
     "wait",
 ]
@@ -44,34 +45,40 @@ def end_in_turn(PDL: gl.constexpr):
 
 
 @gluon.jit
-def _of_all(work, tokens):
+def _entries(work, tokens):
     """Where a step's work has what is ours (see `work`)."""
     return work + 8 + tokens // 2 * 17 + tokens * 2
 
 
 @gluon.jit
 def numbers_of(work, tokens):
-    """Groups, those of one token too: of ranks over 32, of 17 to 32, and the others."""
-    at = _of_all(work, tokens)
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
+    """Entries: of ranks over 32, of 17 to 32, all but narrow ones, and narrow ones."""
+    at = _entries(work, tokens)
+    over32, over16 = gl.load(at), gl.load(at + 1)
+    return over32, over16, over32 + over16 + gl.load(at + 2), gl.load(at + 3)
 
 
 @gluon.jit
-def group_of(work, group, tokens):
+def entry_of(work, entry, tokens):
     """Its slot, and what `tokens_of` takes. May be asked for before it is known whether there is
-    such a group."""
-    at = _of_all(work, tokens) + 3 + group
-    slot = gl.load(at, mask=group < tokens, other=0)
-    return slot, gl.load(at + tokens, mask=group < tokens, other=-1)
+    such an entry."""
+    at = _entries(work, tokens) + 4 + entry
+    slot = gl.load(at, mask=entry < tokens, other=0)
+    return slot, gl.load(at + tokens, mask=entry < tokens, other=0)
 
 
 @gluon.jit
-def tokens_of(work, which, tokens, LAYOUT: gl.constexpr):
-    """A group's tokens [16], −1 after the last; ``which`` ≥ 0: a single."""
-    t = gl.arange(0, 16, layout=LAYOUT)
-    at = work + 8 + tokens // 2 + (-1 - which) * 16 + t
-    its = gl.load(at, mask=(which < 0) & (t >= 0), other=-1)
-    return gl.where((which >= 0) & (t == 0), which, its)
+def tokens_of(which):
+    """How many an entry has."""
+    return gl.where(which < 0, (-1 - which) % 16 + 1, 1)
+
+
+@gluon.jit
+def token_of(work, which, tokens, i):
+    """An entry's i-th token, −1 after the last."""
+    at = _entries(work, tokens) + 4 + 2 * tokens + (-1 - which) // 16 + i
+    its = gl.load(at, mask=(which < 0) & (i < tokens_of(which)), other=-1)
+    return gl.where((which >= 0) & (i == 0), which, its)
 
 
 @gluon.jit

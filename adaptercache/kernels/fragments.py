@@ -2,14 +2,14 @@
 
 Gluon, so that layouts are ours: operands of the tensor cores' ``mma.m16n8k16`` come straight from
 global memory into the registers where it wants them (`fragment_layouts`), and shared memory only
-adds up what warps have. Tokens that share an adapter go in groups of up to 16; a single is a group
-of one, since it is the adapter's bytes that take the time. However a batch is grouped, a token's
-sums are made in the same order, so equal inputs give equal bits, in batches of one rank class.
+adds up what warps have. Tokens that share an adapter go in entries, 8 to an mma, so that a single
+token takes as few registers as can be: it is the adapter's bytes that take the time, and of them
+that many are on their way as registers allow. Adapters of up to rank 8 are done two parts at a
+time, so that their mma are as full as others. However a batch is grouped, a token's sums are made
+in the same order, so equal inputs give equal bits, in batches of one rank class.
 
-Parts of K are stored as they lie in the accumulators, and each program of the expand adds them up,
-once for a run of columns: as accumulators lie, so lies the next product's left operand. Programs
-stride over the work that the batch brings, so one CUDA graph serves every popularity and every mix
-of ranks. What has no binary here (`tuning.fragment_blocks`) is left to `bgmv`.
+Programs stride over the work that the batch brings, so one CUDA graph serves every popularity and
+every mix of ranks. What has no binary here (`tuning.fragment_blocks`) is left to `bgmv`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from adaptercache.kernels.fragment_expand import expand_run
-from adaptercache.kernels.fragment_layouts import tokens_of_x, tokens_of_y
 from adaptercache.kernels.fragment_reads import (
     end_in_turn,
-    group_of,
+    entry_of,
     launch_dependents,
     numbers_of,
     tokens_of,
 )
-from adaptercache.kernels.fragment_shrink import shrink_part
+from adaptercache.kernels.fragment_shrink import part_pages, shrink_part
 from adaptercache.kernels.groups import block_of
 from adaptercache.kernels.jit import alike, pick
 
@@ -53,65 +52,69 @@ def fragment_shrink(
     site1,
     site2,
     work,
-    partials,  # float32 [M, groups, RANK / 16, SPLITS, 256]
+    partials,  # float32 [M, tokens, RANK / 16, SPLITS, 16]
     tokens,
     K: gl.constexpr,
     M: gl.constexpr,
     RANK: gl.constexpr,
-    BK: gl.constexpr,  # columns a slice: 64 and more, divides 512 and K
-    LOOPS: gl.constexpr,
-    CHAINS: gl.constexpr,
+    BK: gl.constexpr,  # columns a warp: 64 and more, divides 512 and K
     WARPS: gl.constexpr,
     PAGE_ELEMS: gl.constexpr,
     ROWS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Semantics: ``partials[m, g, i // 16, s]`` holds ``Σ_k x[t, k] · A_m[i, k]`` over the s-th
-    BK · WARPS · LOOPS columns, for group g's tokens t, with A of its slot, in the order that
-    `shrink_part` says. A unit of work is 16 rows i, one s and one m. Where its weights begin takes
-    two look-ups, one after the other, that are made while the units before it are read."""
+    """Semantics: ``partials[m, t, i // 16, s, i % 16]`` holds ``Σ_k x[t, k] · A_m[i, k]`` over the
+    s-th BK · WARPS columns, with A of the token's slot, in the order that `shrink_part` says. A
+    unit of work is 16 rows i, one s and one m of an entry; of a narrow one, two s."""
     if PDL:
         launch_dependents()
-    SLICES: gl.constexpr = WARPS * LOOPS
-    SPLITS: gl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
-    EACH: gl.constexpr = SPLITS * M  # units of 16 rows of a group
+    SPLITS: gl.constexpr = (K + BK * WARPS - 1) // (BK * WARPS)
     programs = gl.num_programs(0)
     unit = gl.program_id(0)
-    slot, which = group_of(work, unit // EACH, tokens)
-    over32, over16, others = numbers_of(work, tokens)
-    # The first 16 rows of all groups come first, then the next of those that have them, so that
-    # programs have as much to do as others, whatever the ranks.
-    first = (over32 + over16 + others) * EACH
-    second = (over32 + over16) * EACH
-    third = over32 * EACH
-    units = first
-    if RANK > 16:
-        units += second + 2 * third
-        if unit >= first:
-            _, group = _place(unit, first, second, third, EACH, RANK)
-            slot, which = group_of(work, group, tokens)
-    at = slot * table_stride + pick(unit // SPLITS % M, site0, site1, site2, M)
+    # Asked for before it is known which is right: the one where no entry is narrow or all are.
+    guess, other = unit // (SPLITS * M), unit // ((SPLITS + 1) // 2 * M)
+    slot, which = entry_of(work, guess, tokens)
+    other_slot, other_which = entry_of(work, other, tokens)
+    numbers = numbers_of(work, tokens)
+    full = numbers[2]
+    units = _units(numbers, SPLITS, M, RANK)
+    entry, _, m, _ = _place(unit, numbers, SPLITS, M, RANK)
+    if entry != guess:
+        slot, which = other_slot, other_which
+        if entry != other:
+            slot, which = entry_of(work, entry, tokens)
+    at = slot * table_stride + pick(m, site0, site1, site2, M)
     r = gl.load(rank + at)
     begin = gl.load(start + at) * 512
-    _, group = _place(unit + programs, first, second, third, EACH, RANK)
-    next_slot, next_which = group_of(work, group, tokens)
+    next_entry, _, _, _ = _place(unit + programs, numbers, SPLITS, M, RANK)
+    next_slot, next_which = entry_of(work, next_entry, tokens)
     while unit < units:
         later = unit + programs
-        at = next_slot * table_stride + pick(later // SPLITS % M, site0, site1, site2, M)
+        next_entry, _, m, _ = _place(later, numbers, SPLITS, M, RANK)
+        at = next_slot * table_stride + pick(m, site0, site1, site2, M)
         next_r = gl.load(rank + at)
         next_begin = gl.load(start + at) * 512
-        _, group = _place(later + programs, first, second, third, EACH, RANK)
-        last_slot, last_which = group_of(work, group, tokens)
-        chunk, group = _place(unit, first, second, third, EACH, RANK)
+        last_entry, _, _, _ = _place(later + programs, numbers, SPLITS, M, RANK)
+        last_slot, last_which = entry_of(work, last_entry, tokens)
+        entry, chunk, m, split = _place(unit, numbers, SPLITS, M, RANK)
         if chunk * 16 < r:
-            part = unit // SPLITS % M * tokens + group
-            part = (part * (RANK // 16) + chunk) * SPLITS + unit % SPLITS
-            token = tokens_of(work, which, tokens, tokens_of_x(WARPS))
-            shrink_part(
-                x, x_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
-                begin, r, chunk * 16, unit % SPLITS * SLICES, partials + part.to(gl.int64) * 256,
-                K, BK, LOOPS, CHAINS, WARPS, PAGE_ELEMS, ROWS, PDL,
+            of_part = (begin, r, chunk * 16, split, entry >= full)
+            page = part_pages(
+                pages + slot * table_stride, of_part, K, BK, WARPS, PAGE_ELEMS, ROWS
             )  # fmt: skip
+            of_entry = (work, which, tokens, arena, page, num_pages)
+            parts = partials + m * tokens * (RANK * SPLITS)
+            if tokens_of(which) > 8:
+                if RANK > 16:
+                    shrink_part(
+                        x, x_stride, of_entry, of_part, parts, K, RANK, BK, 16, WARPS,
+                        PAGE_ELEMS, ROWS, PDL,
+                    )  # fmt: skip
+            else:
+                shrink_part(
+                    x, x_stride, of_entry, of_part, parts, K, RANK, BK, 8, WARPS,
+                    PAGE_ELEMS, ROWS, PDL,
+                )  # fmt: skip
         unit = later
         slot, which, r, begin = next_slot, next_which, next_r, next_begin
         next_slot, next_which = last_slot, last_which
@@ -119,16 +122,38 @@ def fragment_shrink(
 
 
 @gluon.jit
-def _place(unit, first, second, third, EACH: gl.constexpr, RANK: gl.constexpr):
-    """Which 16 rows a unit is of, and its group. ``first``, …: units of the first 16 rows, …"""
+def _units(numbers, SPLITS: gl.constexpr, M: gl.constexpr, RANK: gl.constexpr):
+    over32, over16, full, narrow = numbers
+    units = full * SPLITS + narrow * ((SPLITS + 1) // 2)
+    if RANK > 16:
+        units += (over32 * 3 + over16) * SPLITS
+    return units * M
+
+
+@gluon.jit
+def _place(unit, numbers, SPLITS: gl.constexpr, M: gl.constexpr, RANK: gl.constexpr):
+    """A unit's entry, which 16 rows, module, and part of K. The first 16 rows of all entries come
+    first, then the next of those that have them, so that programs have as much to do as others,
+    whatever the ranks."""
+    EACH: gl.constexpr = SPLITS * M
+    PAIRS: gl.constexpr = (SPLITS + 1) // 2
+    over32, over16, full, narrow = numbers
     chunk = 0
     if RANK > 16:
+        first = full * EACH + narrow * (PAIRS * M)
+        second, third = (over32 + over16) * EACH, over32 * EACH
         chunk = gl.where(unit < first, 0, gl.where(unit < first + second, 1, 2))
         unit -= gl.where(chunk > 0, first, 0) + gl.where(chunk > 1, second, 0)
         is_last = (chunk == 2) & (unit >= third)
         chunk += gl.where(is_last, 1, 0)
         unit -= gl.where(is_last, third, 0)
-    return chunk, unit // EACH
+    entry, part = unit // EACH, unit % EACH
+    m, split = part // SPLITS, part % SPLITS
+    beyond = unit - full * EACH
+    if beyond >= 0 and chunk == 0:
+        entry, part = full + beyond // (PAIRS * M), beyond % (PAIRS * M)
+        m, split = part // PAIRS, part % PAIRS * 2
+    return entry, chunk, m, split
 
 
 @_kernel
@@ -159,16 +184,15 @@ def fragment_expand(
     M: gl.constexpr,
     SPLITS: gl.constexpr,
     RANK: gl.constexpr,
-    TILES: gl.constexpr,  # of B, 16 rows and 64 columns each, that a warp asks for at once
-    TOGETHER: gl.constexpr,  # blocks of a run: a multiple of it, where programs have more than one
+    STRIPS: gl.constexpr,  # blocks of columns at once, up to rank 16
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
     PAGE_ELEMS: gl.constexpr,
     ROWS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Semantics: ``y_m[t] += scaling · (Σ_s partials[m, g, :, s]) · B_mᵀ`` for the tokens t of each
-    group g. A program does a run of blocks of columns, of which those of one group and module are
+    """Semantics: ``y_m[t] += scaling · (Σ_s partials[m, t, :, s]) · B_mᵀ`` for the tokens t of each
+    entry. A program does a run of blocks of columns, of which those of one entry and module are
     done at once."""
     if PDL:
         launch_dependents()
@@ -178,22 +202,20 @@ def fragment_expand(
     BLOCKS: gl.constexpr = B0 + B1 + N2 // BLOCK
     program, programs = gl.program_id(0), gl.num_programs(0)
     known = program // BLOCKS  # right where programs have a block at most
-    slot, which = group_of(work, known, tokens)
-    token = tokens_of(work, which, tokens, tokens_of_y(WARPS))
-    over32, over16, others = numbers_of(work, tokens)
+    slot, which = entry_of(work, known, tokens)
+    over32, over16, full, narrow = numbers_of(work, tokens)
     unit = program
-    end = gl.minimum((over32 + over16 + others) * BLOCKS, program + 1)
-    if (over32 + over16 + others) * BLOCKS > programs:
-        all32, all16 = over32 * (BLOCKS // TOGETHER), over16 * (BLOCKS // TOGETHER)
-        rest = others * (BLOCKS // TOGETHER)
-        unit = _begin(program, programs, all32, all16, rest) * TOGETHER
-        end = _begin(program + 1, programs, all32, all16, rest) * TOGETHER
+    end = gl.minimum((full + narrow) * BLOCKS, program + 1)
+    if (full + narrow) * BLOCKS > programs:
+        all32, all16 = over32 * BLOCKS, over16 * BLOCKS
+        rest = (full - over32 - over16 + narrow) * BLOCKS
+        unit = _begin(program, programs, all32, all16, rest)
+        end = _begin(program + 1, programs, all32, all16, rest)
     while unit < end:
-        group = unit // BLOCKS
-        if group != known:
-            slot, which = group_of(work, group, tokens)
-            token = tokens_of(work, which, tokens, tokens_of_y(WARPS))
-            known = group
+        entry = unit // BLOCKS
+        if entry != known:
+            slot, which = entry_of(work, entry, tokens)
+            known = entry
         m, column = block_of(unit % BLOCKS, B0, B1, BLOCK, M)
         blocks = gl.minimum(end - unit, pick(m, B0, B0 + B1, BLOCKS, M) - unit % BLOCKS)
         at = slot * table_stride + pick(m, site0, site1, site2, M)
@@ -203,26 +225,39 @@ def fragment_expand(
         y = pick(m, y0, y1, y2, M)
         y_stride = pick(m, y_stride0, y_stride1, y_stride2, M)
         width = pick(m, N0, N1, N2, M)
-        parts = partials + (m * tokens + group).to(gl.int64) * (RANK * 16 * SPLITS)
-        if r > (32 if RANK > 16 else 0):
+        parts = partials + m * tokens * (RANK * SPLITS)
+        slot_pages = pages + slot * table_stride
+        of_entry = (work, which, tokens, arena, slot_pages, num_pages, begin, r, scale, parts)
+        of_y = (y, y_stride, column, width, blocks)
+        if r > 32:
+            if RANK > 32:
+                if tokens_of(which) > 8:
+                    expand_run(
+                        of_entry, of_y, False, SPLITS, RANK, 64, 1, 16, WARPS, AT_ONCE,
+                        PAGE_ELEMS, ROWS, PDL,
+                    )  # fmt: skip
+                else:
+                    expand_run(
+                        of_entry, of_y, False, SPLITS, RANK, 64, 1, 8, WARPS, AT_ONCE,
+                        PAGE_ELEMS, ROWS, PDL,
+                    )  # fmt: skip
+        elif tokens_of(which) > 8:
+            if RANK > 16:
+                expand_run(
+                    of_entry, of_y, False, SPLITS, RANK, 32, 1, 16, WARPS, AT_ONCE,
+                    PAGE_ELEMS, ROWS, PDL,
+                )  # fmt: skip
+        elif r > 16:
+            if RANK > 16:
+                expand_run(
+                    of_entry, of_y, False, SPLITS, RANK, 32, 1, 8, WARPS, AT_ONCE,
+                    PAGE_ELEMS, ROWS, PDL,
+                )  # fmt: skip
+        elif r > 0:
             expand_run(
-                y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
-                begin, r, scale, column, width, blocks, parts, SPLITS, RANK, TILES * 16 // RANK,
-                TOGETHER, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
+                of_entry, of_y, entry >= full, SPLITS, RANK, 16, STRIPS, 8, WARPS, AT_ONCE,
+                PAGE_ELEMS, ROWS, PDL,
             )  # fmt: skip
-        if RANK > 16:
-            if (r > 16) & (r <= 32):
-                expand_run(
-                    y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
-                    begin, r, scale, column, width, blocks, parts, SPLITS, 32, TILES // 2,
-                    TOGETHER, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
-                )  # fmt: skip
-            if (r > 0) & (r <= 16):
-                expand_run(
-                    y, y_stride, token, which >= 0, arena, pages + slot * table_stride, num_pages,
-                    begin, r, scale, column, width, blocks, parts, SPLITS, 16, TILES,
-                    TOGETHER, WARPS, AT_ONCE, PAGE_ELEMS, ROWS, PDL,
-                )  # fmt: skip
         unit += blocks
     end_in_turn(PDL)
 

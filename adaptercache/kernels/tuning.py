@@ -60,15 +60,11 @@ class Bgmv:
 
 @dataclass(frozen=True, slots=True)
 class Fragments:
-    """``bk``: columns of A a warp at once. ``loops``: of a shrink's program, which make the parts
-    of K fewer. ``tiles`` of B, 16 rows and 64 columns each, that a warp asks for at once; blocks of
-    columns that are done ``together`` share the look-up of their address.
-    ``…_words``: that a thread keeps at most."""
+    """``bk``: columns of A a warp. ``strips``: blocks of columns that an expand's program has at
+    once, up to rank 16. ``…_words``: that a thread keeps at most."""
 
     bk: int
-    loops: int
-    tiles: int
-    together: int
+    strips: int
     shrink_warps: int
     expand_warps: int
     shrink_words: int
@@ -76,7 +72,7 @@ class Fragments:
 
     def parts(self, in_features: int) -> int:
         """Of K."""
-        return -(-in_features // (self.bk * self.shrink_warps * self.loops))
+        return -(-in_features // (self.bk * self.shrink_warps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,26 +163,22 @@ def fragment_blocks(
     """For few tokens in bfloat16. None: registers don't do for the rank class, or a width is no
     multiple of 64, or a cell none of 512.
 
-    Bytes on their way are what counts: a warp asks for as many whatever the rank, with as many more
-    columns as there are fewer rows. Over rank 16 an expand would read more of the parts than of B,
-    if there were many.
+    Bytes on their way are what counts: as many programs to a multiprocessor as their registers
+    allow. Eight warps to a shrink make the parts fewer that an expand reads: over
+    rank 16 it would else read more of them than of B.
     """
     few, short = rank_class <= 16, in_features <= 8192
     bk = _divisor([in_features], 128)
     block = _divisor(out_features, 256)
     if rank_class > 64 or min(bk, block) < 64 or page_elems % 512:
         return None
-    warps = min(4 if short else 8, _power_of_2(in_features // bk))
-    parts = 8 if short and not few else 20
     return Fragments(
         bk=bk,
-        loops=-(-in_features // (bk * warps * parts)),
-        tiles=2 if few else 4,
-        together=2 if few and not any(width % (2 * block) for width in out_features) else 1,
-        shrink_warps=warps,
+        strips=1 if few else 2,
+        shrink_warps=min(4 if few and short else 8, _power_of_2(in_features // bk)),
         expand_warps=block // 64,
-        shrink_words=128,
-        expand_words=128 if few else 168,
+        shrink_words=80,
+        expand_words=96 if few else 168,
     )
 
 

@@ -184,12 +184,11 @@ def _fragments_pair(
         **{"PAGE_ELEMS": page_elems, "ROWS": rows, "PDL": has_pdl(device)},
     }
     shrink = {
-        **{**both, "BK": blocks.bk, "LOOPS": blocks.loops, "CHAINS": blocks.bk // 64},
-        "WARPS": blocks.shrink_warps,
+        **{**both, "BK": blocks.bk, "WARPS": blocks.shrink_warps},
     }
     expand = {
         **{**both, **_widths(widths), "SPLITS": splits, "AT_ONCE": min(splits, 8)},
-        **{"TILES": blocks.tiles, "TOGETHER": blocks.together, "WARPS": blocks.expand_warps},
+        **{"STRIPS": blocks.strips, "WARPS": blocks.expand_warps},
     }
     units = len(widths) * splits * rank_class // 16  # of a group
     return Pair(
@@ -205,7 +204,7 @@ def _fragments_pair(
             is_persistent=True,
         ),
         pdl=has_pdl(device),
-        scratch=256 * units,
+        scratch=16 * units,
         counters=0,
         shrink_programs=units,
         expand_programs=sum(widths) // (64 * blocks.expand_warps),

@@ -12,14 +12,18 @@
 - of each token its slot, and
 - its row: those with adapters of ranks over 32, of 17 to 32, and the others, and of each of these
   the singles first;
-- three numbers of groups and singles, likewise;
-- of each group and single its slot, those of the highest ranks first; and
-- of a single its row; of a group −1 less which of the groups it is.
+- four numbers of entries: with adapters of ranks over 32, of 17 to 32, the others, and those of up
+  to 4 tokens whose adapters are of ranks up to 8;
+- of each entry its slot, in this order;
+- of an entry of one token its row; of another, −1 less its tokens but one, and less 16 times its
+  first place in the last part; and
+- the rows of entries of more tokens, an entry's side by side.
 
 A group is up to 16 tokens of one slot (BGMV) or 64 (SGMV). A single is a token of no group. BGMV
-takes groups and singles, or all tokens as if they were singles; by fragments, it takes a single for
-a group of one. SGMV has no path for singles: all its tokens are in groups, and the last five parts
-are not there.
+takes groups and singles, or all tokens as if they were singles; by fragments, it takes entries: up
+to 8 tokens of one slot, or 16 where its rank is over 16 and many tokens are in groups. SGMV has no
+path for singles: all its tokens are in groups, and the parts after the groups' tokens are not
+there.
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ SHORT = 16
 
 HEADER = 8  # numbers before the groups' slots; the kernels' own
 SMALL_TILE, LARGE_TILE = 16, 64  # tokens a group; the kernels' own
+ENTRY, LARGE_ENTRY = 8, 16  # tokens an entry; the kernels' own
+MANY = 96  # tokens in groups: over them, entries are large where ranks are over 16
+NARROW, NARROW_TOKENS = 8, 4  # ranks and tokens of an entry that is done two parts at a time
 
 
 def rows_by_slot(segments: Iterable[tuple[int, int]]) -> dict[int, MutableSequence[int]]:
@@ -105,7 +112,7 @@ class WorkShape:
 
     @property
     def numel(self) -> int:
-        of_all = 3 + 4 * self.num_rows if self.is_small else 0
+        of_all = 4 + 5 * self.num_rows if self.is_small else 0
         return HEADER + (1 + self.tile) * self.max_groups + of_all
 
     def lay_out(
@@ -122,7 +129,8 @@ class WorkShape:
         sum_of_ranks = 0
         over32, over16, up_to16 = by_rank
         its = up_to16
-        for slot, rows in rows_by_slot(segments).items():
+        by_slot = rows_by_slot(segments)
+        for slot, rows in by_slot.items():
             rank = ranks.get(slot, rank_class)
             sum_of_ranks += max(rank, 16) * len(rows)
             if rank_class > 16:
@@ -156,17 +164,47 @@ class WorkShape:
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
             of_all = (rows for each in by_rank for rows in (each.rows, each.grouped_rows))
             _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
-            numbers.extend([len(each.groups) + len(each.slots) for each in by_rank])
-            of_all = (slots for each in by_rank for slots in (each.groups, each.slots))
-            _extend(numbers, list(chain.from_iterable(of_all)), self.num_rows)
-            which: list[int] = []
-            group = -1
-            for each in by_rank:
-                which += range(group, group - len(each.groups), -1)
-                which += each.rows
-                group -= len(each.groups)
-            _extend(numbers, which, self.num_rows)
+            counts, *parts = _entries(by_slot, rank_class, ranks)
+            numbers.extend(counts)
+            for part in parts:
+                _extend(numbers, part, self.num_rows)
         return numbers
+
+
+def _entries(
+    by_slot: Mapping[int, Sequence[int]], rank_class: int, ranks: Mapping[int, int]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """How many there are by rank; their slots; what tells their tokens; the rows of those of more
+    than one."""
+    slots: tuple[list[int], ...] = ([], [], [], [])
+    which: tuple[list[int], ...] = ([], [], [], [])
+    tokens: list[int] = []
+    grouped = sum(len(rows) for rows in by_slot.values() if len(rows) > ENTRY)
+    high = LARGE_ENTRY if grouped > MANY else ENTRY  # what is read from the L2, or programs
+    for slot, rows in by_slot.items():
+        rank = ranks.get(slot, rank_class)
+        kind = 2 if rank_class <= 16 or rank <= 16 else 1 if rank <= 32 else 0
+        if len(rows) == 1:  # the most of them in decode
+            kind = 3 if rank <= NARROW else kind
+            slots[kind].append(slot)
+            which[kind].append(rows[0])
+            continue
+        most = high if kind < 2 else ENTRY
+        for first in range(0, len(rows), most):
+            its = rows[first : first + most]
+            its_kind = 3 if rank <= NARROW and len(its) <= NARROW_TOKENS else kind
+            slots[its_kind].append(slot)
+            if len(its) == 1:
+                which[its_kind].append(its[0])
+            else:
+                which[its_kind].append(-len(its) - LARGE_ENTRY * len(tokens))
+                tokens += its
+    return (
+        [len(each) for each in slots],
+        list(chain.from_iterable(slots)),
+        list(chain.from_iterable(which)),
+        tokens,
+    )
 
 
 def _extend(numbers: array[int], part: Sequence[int], room: int, rest: bytes = b"\0") -> None:

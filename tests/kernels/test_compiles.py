@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 SPILL = 16
 """Bytes a thread. That of the decode expand at rank class 64 lies outside its loop."""
-SPILL_OF_FRAGMENTS = {16: 48, 64: 176}
-"""Likewise, of their expand, by rank class: more programs to a multiprocessor outweigh it."""
+SPILL_OF_FRAGMENTS = {16: (0, 0), 64: (24, 160)}
+"""Likewise, of their shrink and expand, by rank class: more programs to a multiprocessor outweigh
+it."""
 
 # In a process of its own: where the interpreter is on, there is nothing to compile.
 PROGRAM = """
@@ -125,8 +126,8 @@ def test_kernels_by_fragments_compile_and_spill_no_more_than_is_chosen(
     shapes = (LLAMA[:2], (14336, [4096]), (4096, [128, 128, 64]))
     cases = [(arch, rank_class, *shape, "bfloat16") for shape in shapes]
     found = stack_bytes(*cases, by_fragments=True)
-    most = SPILL_OF_FRAGMENTS[rank_class]
+    shrink, expand = SPILL_OF_FRAGMENTS[rank_class]
     for case, stack in zip(cases, found, strict=True):
         assert set(stack) == {"fragment_shrink", "fragment_expand"}
-        assert stack["fragment_shrink"] <= SPILL, (case, stack)
-        assert stack["fragment_expand"] <= most, (case, stack)
+        assert stack["fragment_shrink"] <= shrink, (case, stack)
+        assert stack["fragment_expand"] <= expand, (case, stack)

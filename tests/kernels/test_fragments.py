@@ -34,8 +34,9 @@ from adaptercache.packing import VectorSpec
 NAMES = ("q_proj", "k_proj", "v_proj")
 LAYERS, LAYER = 2, 1
 PAGE_ELEMS, ROWS = 1024, 4  # small, so that a matrix takes many cells and pages
-TOLERANCE = 0.03
-"""Of a product's root mean square, beyond what rounding y once allows: h is rounded to bfloat16."""
+TOLERANCE, EXACT = 0.03, 1e-4
+"""Of a product's root mean square, beyond what rounding y once allows: h is rounded to bfloat16.
+Up to rank 32 what that takes off is added."""
 
 # In a process of its own: where the interpreter is on, there is nothing to compile. Nothing here
 # asks for a GPU but its name.
@@ -208,7 +209,8 @@ class World:
                 want = old.double() + term
                 beyond = (new.double() - want).abs() - want.abs() / 256
                 error = float(beyond.max() / term.square().mean().sqrt())
-                assert error < TOLERANCE, f"token {token}, {name}: {error} beyond"
+                allowed = EXACT if len(a) <= 32 else TOLERANCE
+                assert error < allowed, f"token {token}, {name}: {error} beyond"
 
 
 def add_lora(
@@ -308,6 +310,10 @@ CASES = {
     "an uneven last part, in loops": Case(
         UNEVEN_64, (20, 64), [*in_turn(4, 2), (1, 9)], programs=4
     ),
+    "groups of low ranks": Case(
+        THREE, (8, 5, 9), [(0, 2), (1, 3), (0, 2), (2, 4), (1, 6), (-1, 1), (2, 1)], programs=3
+    ),
+    "large groups": Case(TWO_64, (64, 20, 7), [(0, 65), (1, 70), (2, 9)], programs=8),
     "over 8,192 columns": Case(LONG, (16, 1), [(0, 17), (1, 1)]),
     "over 8,192 columns, of three ranks": Case(LONG_64, (17, 48), [(0, 2), (1, 1)]),
     "nothing but base rows": Case(ONE, (16,), [(-1, 5)]),
@@ -366,6 +372,26 @@ def test_equal_inputs_give_equal_bits_however_the_batch_is_grouped(
         world.check(got, all_x, all_y, segments)
 
 
+@pytest.mark.parametrize("ranks", [(3,), (16,), (20,), (64,)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_an_infinite_x_makes_infinite_what_depends_on_it_and_nothing_else(
+    ranks: tuple[int, ...], tokens: int, compiler: Compiler
+) -> None:
+    shape = ONE if max(ranks) <= 16 else NARROW_64
+    world = World(shape, ranks)
+    x, y = world.tokens(tokens)
+    x[0, 5] = float("inf")
+    got = add_lora(world, compiler.pair(shape), x, y, [(0, tokens)])
+    assert got[1:].isfinite().all()
+    names = zip(world.names, got[0].split(shape.widths), strict=True)
+    for name, its in names:
+        found = world.stack.dense(0, LAYER, name)
+        assert found is not None
+        a, b, scaling = found
+        want = (x[0].double() @ a.double().t()) @ b.double().t() * scaling  # ±inf, or NaN
+        assert torch.equal(its.double().nan_to_num(7), want.nan_to_num(7))
+
+
 # What is wrong is seen: the checks above can fail.
 
 
@@ -384,7 +410,7 @@ def test_a_wrong_page_is_seen(compiler: Compiler) -> None:
 def test_scratch_that_is_too_small_is_seen(compiler: Compiler) -> None:
     world, pair = World(ONE, (16, 16)), compiler.pair(ONE)
     with pytest.raises(Fault, match="outside of all buffers, behind partials"):
-        add_lora(world, pair, *world.tokens(2), [(0, 1), (1, 1)], scratch=pair.scratch - 128)
+        add_lora(world, pair, *world.tokens(2), [(0, 1), (1, 1)], scratch=pair.scratch - 8)
 
 
 NOTHING = "griddepcontrol.launch_dependents; //"

@@ -270,15 +270,22 @@ def test_equal_inputs_give_equal_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank_class", [16, 64])
-def test_a_token_has_the_same_bits_in_whatever_company(rank_class: int) -> None:
+@pytest.mark.parametrize(
+    ("rank_class", "ranks"),
+    [(16, [16] * 6), (16, [7] * 6), (64, [64] * 6), (64, [8, 64, 16] * 2), (64, [20, 5, 16] * 2)],
+    ids=str,
+)
+def test_a_token_has_the_same_bits_in_whatever_company(rank_class: int, ranks: list[int]) -> None:
     """In bfloat16, up to rank 64 and 512 rows: see `fragments`."""
     layout = layout_of(4096, [4096, 1024, 1024], "bfloat16")
-    ranks = [[rank_class] * 6, [rank_class // 4] * 6, [rank_class // 2 + 1] * 6]
-    world = World(layout, ranks, 4, 32768, seed=2)
+    others_ranks = [[rank_class // 4] * 6, [rank_class // 2 + 1] * 6]
+    world = World(layout, [ranks, *others_ranks], 4, 32768, seed=2)
     x = torch.randn(1, 4096, dtype=torch.bfloat16, device=DEVICE)
     group, results = world.stack.group(0, ("m0_proj", "m1_proj", "m2_proj")), []
-    for segments in ([(0, 1)], [(1, 1), (0, 2)], [(0, 40)], [(2, 30), (1, 100), (0, 17)]):
+    for segments in (
+        *([(0, 1)], [(1, 1), (0, 2)], [(0, 5)], [(0, 40)], [(2, 30), (1, 100), (0, 17)]),
+        [(1, 3), (0, 90)],
+    ):
         rows = sum(tokens for _, tokens in segments)
         batch = LoraBatch(world.stack, segments, pad_to=rows + len(results), rank_class=rank_class)
         y = torch.zeros(batch.num_rows, 6144, dtype=torch.bfloat16, device=DEVICE)

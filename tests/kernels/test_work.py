@@ -78,41 +78,37 @@ def in_order(step: Step, tile: int, few: int) -> tuple[list[list[tuple[int, list
 @given(steps())
 @example(Step([], 16, {}, 0))
 @example(Step([(0, 17), (1, 1), (2, 1), (3, 16), (0, 1)], 64, {0: 33, 1: 17, 2: 32, 3: 16}, 2))
-def test_every_token_is_in_one_group_or_single_in_the_order_of_ranks(step: Step) -> None:
+@example(Step([(0, 33), (1, 36), (2, 5), (3, 4), (4, 1)], 16, {0: 8, 1: 7, 2: 8, 3: 1, 4: 9}, 0))
+def test_every_token_is_in_one_entry_in_the_order_of_ranks(step: Step) -> None:
     rows, room = step.num_rows, step.num_rows // 2
-    *older, counts, slots, which = cut(
-        step.numbers(), 8, room, 16 * room, rows, rows, 3, rows, rows
+    *_, counts, slots, which, tokens = cut(
+        step.numbers(), 8, room, 16 * room, rows, rows, 4, rows, rows, rows
     )
-    groups = list(zip(older[1], (older[2][16 * i : 16 * i + 16] for i in range(room)), strict=True))
     of_token: dict[int, int] = {}
-    parts: list[list[int]] = [[], [], []]
-    part_of_each = [part for part in range(3) for _ in range(counts[part])]
-    for part, slot, its in zip(part_of_each, slots, which, strict=False):
-        assert step.part_of(slot) == part
-        tokens = [its]
+    parts = [part for part in range(4) for _ in range(counts[part])]
+    assert slots[len(parts) :] == which[len(parts) :] == [0] * (rows - len(parts))
+    used = 0
+    for part, slot, its in zip(parts, slots, which, strict=False):
+        its_tokens = [its]
         if its < 0:
-            assert -1 - its < older[0][0]
-            of_group, padded = groups[-1 - its]
-            tokens = [token for token in padded if token >= 0]
-            assert of_group == slot
-            assert padded == tokens + [-1] * (16 - len(tokens))
-            assert len(tokens) >= 2
-        parts[part].append(its)
-        assert not of_token.keys() & tokens
-        of_token.update(dict.fromkeys(tokens, slot))
+            first, more = divmod(-1 - its, 16)
+            its_tokens = tokens[first : first + more + 1]
+            assert len(its_tokens) == more + 1 >= 2
+            used += more + 1
+        is_narrow = step.ranks.get(slot, step.rank_class) <= 8 and len(its_tokens) <= 4
+        assert len(its_tokens) <= (8 if step.part_of(slot) == 2 else 16)
+        assert part == (3 if is_narrow else step.part_of(slot))
+        assert not of_token.keys() & its_tokens
+        of_token.update(dict.fromkeys(its_tokens, slot))
     assert of_token == {row: slot for slot, its in step.rows().items() for row in its}
-    for part_which in parts:  # its groups first
-        are_groups = [each < 0 for each in part_which]
-        assert are_groups == sorted(are_groups, reverse=True)
-    used = [-1 - each for part_which in parts for each in part_which if each < 0]
-    assert used == list(range(older[0][0]))
+    assert tokens[used:] == [0] * (rows - used)
 
 
 @given(steps())
 def test_what_bgmv_takes_is_as_it_was(step: Step) -> None:
     rows, room = step.num_rows, step.num_rows // 2
     header, slots, tokens, row_slots, row_order, *_ = cut(
-        step.numbers(), 8, room, 16 * room, rows, rows, 3, rows, rows
+        step.numbers(), 8, room, 16 * room, rows, rows, 4, rows, rows, rows
     )
     groups, singles = in_order(step, tile=16, few=2)
     count = [

@@ -63,7 +63,10 @@ def _fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
-COMPARE = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+COMPARE: dict[str, Callable[..., Lanes]] = {
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    "num": lambda a, b: (a == a) & (b == b),
+}
 ARITHMETIC: dict[str, Callable[..., Lanes]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -106,10 +109,10 @@ def operation(op: str) -> Callable[..., Lanes] | None:
         return ROUNDED[op]
     name, _, kind = op.rpartition(".")
     name = name.removesuffix(".rn")
+    if (to := re.fullmatch(r"cvt\.[su](16|32|64)", name)) and re.fullmatch(r"[su]\d+", kind):
+        return lambda a: bits_of(read(a, kind), int(to[1]))
     if not re.fullmatch(r"pred|f32|[sub](16|32|64)", kind):
         return None
-    if to := re.fullmatch(r"cvt\.[sub](16|32|64)", name):
-        return lambda a: bits_of(read(a, kind), int(to[1]))
     function = COMPARE.get(name[5:]) if name[:5] == "setp." else ARITHMETIC.get(name)
     is_missing = name in ARITHMETIC and kind == "f32" and name not in OF_FLOAT32
     if function is None or is_missing or (name == "mul.hi" and kind[1:] != "32"):

@@ -102,6 +102,8 @@ class Machine:
             self._multiply(its, active)
         elif kind == "mov":
             self._move(its, active)
+        elif its.op == "shfl.sync.idx.b32" and its.operands[3:] == (31, (1 << 64) - 1):
+            self._shuffle(its, active)
         else:
             self._compute(its, active)
         return None
@@ -153,6 +155,13 @@ class Machine:
             self._put(target, value, active)
         else:
             self._put(target, read(self._value(source), f"u{kind[1:]}"), active)
+
+    def _shuffle(self, its: Instruction, active: Lanes) -> None:
+        """From the lane of its own warp that each thread says."""
+        target, source, lane, *_ = its.operands
+        its_warps = self._thread // 32 * 32
+        at = its_warps + self._value(lane).astype(np.int64) % 32
+        self._put(target, self._value(source)[at], active)
 
     def _access(self, its: Instruction, active: Lanes) -> None:
         """ld, st: numbers side by side of a thread."""
