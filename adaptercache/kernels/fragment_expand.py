@@ -235,10 +235,7 @@ def _left(b, TYPE: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _times(
-    left, high, low, CHUNKS: gl.constexpr, MOST: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def _times(left, high, low, CHUNKS: gl.constexpr, MOST: gl.constexpr, WARPS: gl.constexpr):
     """[warp, 64 columns, token]."""
     new = gl.full([WARPS, 64, MOST], 0.0, gl.float32, mma_layout(WARPS))
     for chunk in gl.static_range(CHUNKS):

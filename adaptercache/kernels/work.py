@@ -131,18 +131,17 @@ class WorkShape:
         its = up_to16
         by_slot = rows_by_slot(segments)
         for slot, rows in by_slot.items():
-            rank = ranks.get(slot, rank_class)
-            sum_of_ranks += max(rank, 16) * len(rows)
+            rank, count = ranks.get(slot, rank_class), len(rows)
+            sum_of_ranks += (rank if rank > 16 else 16) * count
             if rank_class > 16:
                 its = over32 if rank > 32 else over16 if rank > 16 else up_to16
-            count = len(rows)
-            alone = count % tile
-            if alone >= few:
-                alone = 0
-            if alone == count == 1:  # the most of them in decode
+            if count == 1 < few:  # the most of them in decode
                 its.slots.append(slot)
                 its.rows.append(rows[0])
                 continue
+            alone = count % tile
+            if alone >= few:
+                alone = 0
             grouped = count - alone
             its.slots += [slot] * alone
             its.rows += rows[grouped:]
@@ -185,9 +184,9 @@ def _entries(
         rank = ranks.get(slot, rank_class)
         kind = 2 if rank_class <= 16 or rank <= 16 else 1 if rank <= 32 else 0
         if len(rows) == 1:  # the most of them in decode
-            kind = 3 if rank <= NARROW else kind
-            slots[kind].append(slot)
-            which[kind].append(rows[0])
+            its_kind = 3 if rank <= NARROW else kind
+            slots[its_kind].append(slot)
+            which[its_kind].append(rows[0])
             continue
         most = high if kind < 2 else ENTRY
         for first in range(0, len(rows), most):
