@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "Address", "Binary", "address", "has_pdl"]
+__all__ = ["INTERPRETED", "Address", "Binary", "address", "has_mma", "has_pdl"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -20,6 +20,12 @@ Address = int | Tensor
 
 def address(tensor: Tensor) -> Address:
     return tensor if INTERPRETED else tensor.data_ptr()
+
+
+@cache
+def has_mma(device: torch.device) -> bool:
+    """Whether its tensor cores have ``mma.m16n8k16``, as since Ampere."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from adaptercache.kernels import bgmv, sgmv
-from adaptercache.kernels.binary import INTERPRETED, Binary, has_pdl
+from adaptercache.kernels.binary import INTERPRETED, Binary, has_mma, has_pdl
 from adaptercache.kernels.stack import LoraStack
 from adaptercache.kernels.tuning import (
     all_singles,
@@ -70,9 +70,10 @@ def pair_for(
 
 
 def _takes_fragments(stack: LoraStack) -> bool:
+    if not (_HAS_GLUON and stack.dtype == torch.bfloat16 and has_mma(stack.device)):
+        return False
     shape = stack.shape
-    elements = shape.rows * shape.num_pages * shape.page_elems
-    return _HAS_GLUON and stack.dtype == torch.bfloat16 and elements <= _MOST
+    return shape.rows * shape.num_pages * shape.page_elems <= _MOST
 
 
 def compile_group(

@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from adaptercache.base_model import BaseModel
-from adaptercache.kernels import LoraBatch, LoraStack, add_lora, tuning, variants
+from adaptercache.kernels import LoraBatch, LoraStack, add_lora, binary, tuning, variants
 from adaptercache.kernels.launch import add_lora_triton
 from adaptercache.kernels.segments import rank_class_of
 from adaptercache.layout import ArenaShape, LoraLayout
@@ -209,16 +209,35 @@ def test_odd_widths_and_any_segments(
     check(world, segments, seed % 2, pad=pad)
 
 
-def test_an_arena_that_32_bits_cannot_count_is_not_for_fragments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def for_fragments(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoraStack]:
+    """A stack on a GPU that has what they need."""
     stack = World(layout_of(64, [64], "bfloat16"), [[1, 1]], 1, 512, seed=0).stack
     monkeypatch.setattr(variants, "_HAS_GLUON", True)
+    monkeypatch.setattr(binary, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    binary.has_mma.cache_clear()
+    monkeypatch.setattr(stack, "device", torch.device("cuda", 7))
     assert variants._takes_fragments(stack)
-    monkeypatch.setattr(stack, "shape", ArenaShape(32, 1 << 16, 64 << 10, 2))  # 128 GiB
-    assert variants._takes_fragments(stack)
-    monkeypatch.setattr(stack, "shape", ArenaShape(32, (1 << 16) + 1, 64 << 10, 2))
-    assert not variants._takes_fragments(stack)
+    yield stack
+    binary.has_mma.cache_clear()
+
+
+def test_an_arena_that_32_bits_cannot_count_is_not_for_fragments(
+    for_fragments: LoraStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(for_fragments, "shape", ArenaShape(32, 1 << 16, 64 << 10, 2))  # 128 GiB
+    assert variants._takes_fragments(for_fragments)
+    monkeypatch.setattr(for_fragments, "shape", ArenaShape(32, (1 << 16) + 1, 64 << 10, 2))
+    assert not variants._takes_fragments(for_fragments)
+
+
+def test_a_gpu_of_before_ampere_is_not_for_fragments(
+    for_fragments: LoraStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    binary.has_mma.cache_clear()
+    assert not variants._takes_fragments(for_fragments)
 
 
 @pytest.mark.gpu
