@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 __all__ = ["INTERPRETED", "Address", "Binary", "address", "has_mma", "has_pdl"]
 
@@ -90,8 +91,17 @@ class Binary:
         options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": self.max_words}
         if pdl:
             options["launch_pdl"] = True
-        compiled = self.function.warmup(*types, grid=(1, 1, 1), **self.constants, **options)
-        compiled.run  # noqa: B018  loads it, and so finds what it takes
+        constants = self.constants
+        while True:
+            compiled = self.function.warmup(*types, grid=(1, 1, 1), **constants, **options)
+            try:
+                compiled.run  # noqa: B018  loads it, and so finds what it takes
+                break
+            except OutOfResources:  # stages are chosen for GPUs with more shared memory
+                stages = constants.get("STAGES", 1) - 1
+                if not stages:
+                    raise
+                constants = {**constants, "STAGES": stages}
         words, shared = compiled.n_regs, compiled.metadata.shared
         resident = _resident(self.device, words, shared, self.num_warps)
         self._compiled[aligned, pdl] = found = (compiled, resident)

@@ -32,7 +32,8 @@ UNALIGNED = 32
 FROM_L2 = 20 << 20
 """Elements that the L2 passes on to all tokens of a launch in no more time than groups take."""
 SHARED_BYTES = 160 << 10
-"""Of a multiprocessor's shared memory, for one program: what GPUs since the A100 have."""
+"""Of a multiprocessor's shared memory, for one program: what data-center GPUs since the A100 have.
+Others get fewer stages (see `Binary.compile`)."""
 
 
 @dataclass(frozen=True, slots=True)

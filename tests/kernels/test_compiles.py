@@ -131,3 +131,77 @@ def test_kernels_by_fragments_compile_and_spill_no_more_than_is_chosen(
         assert set(stack) == {"fragment_shrink", "fragment_expand"}
         assert stack["fragment_shrink"] <= shrink, (case, stack)
         assert stack["fragment_expand"] <= expand, (case, stack)
+
+
+@pytest.mark.parametrize("arch", [89, 100, 120])
+def test_kernels_compile_for_other_gpus_too(arch: int) -> None:
+    (stack,) = stack_bytes((arch, 64, *LLAMA), by_fragments=False)
+    assert set(stack) == {"bgmv_shrink", "bgmv_expand", "sgmv_shrink", "sgmv_expand"}
+    pytest.importorskip("triton", minversion="3.6")
+    (stack,) = stack_bytes((arch, 64, *LLAMA), by_fragments=True)
+    assert set(stack) == {"fragment_shrink", "fragment_expand"}
+
+
+# A GPU of 99 KiB of shared memory a program, as A10, L4 and L40S have. What a driver would load is
+# looked at instead.
+LITTLE_SHARED_MEMORY = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class Utils:
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 99 << 10}
+
+    def load_binary(self, name, kernel, shared, device):
+        return 0, 0, 64, 0, 1024
+
+
+class Driver:
+    utils = Utils()
+    launcher_cls = lambda self, source, metadata: None
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 89, 32)
+
+    def get_current_stream(self, device):
+        return 0
+
+
+driver.set_active(Driver())
+from adaptercache.kernels import binary, variants
+from adaptercache.kernels.tuning import modules_at_once
+
+variants.has_pdl = lambda device: False
+binary._resident = lambda *args: 1
+for dtype, rank_class, widths in json.loads(sys.argv[1]):
+    shape = (torch.device("cuda"), getattr(torch, dtype), 32768, 32, 4096)
+    shape += (tuple(widths[: modules_at_once(rank_class)]), rank_class)
+    for pair in (variants._bgmv_pair(*shape, False, False), variants._sgmv_pair(*shape, False)):
+        for its in (pair.shrink, pair.expand):
+            compiled, _ = its.compile(aligned=True, pdl=False)
+            name = its.function.fn.__name__
+            print(dtype, rank_class, len(widths), name, compiled.metadata.shared, flush=True)
+"""
+
+
+def test_what_needs_more_shared_memory_than_there_is_does_with_less() -> None:
+    ranks = (64, 512)
+    cases = [(dtype, rank, [4096]) for dtype in ("float32", "float16") for rank in ranks]
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", LITTLE_SHARED_MEMORY, json.dumps(cases)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    shared = [int(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(shared) == 4 * len(cases)
+    assert max(shared) <= 99 << 10
