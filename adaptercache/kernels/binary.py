@@ -25,8 +25,8 @@ def address(tensor: Tensor) -> Address:
 
 @cache
 def has_mma(device: torch.device) -> bool:
-    """Whether its tensor cores have ``mma.m16n8k16``, as since Ampere."""
-    return not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 8
+    """Whether its tensor cores have ``mma.m16n8k16``, as NVIDIA's since Ampere."""
+    return _generation(device) >= 8
 
 
 @cache
@@ -38,7 +38,14 @@ def has_pdl(device: torch.device) -> bool:
     were written before the batch's first kernel, which is launched without the attribute. One that
     finds nothing to do waits too, before it ends (`jit.end_in_turn`).
     """
-    return not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
+    return _generation(device) >= 9
+
+
+def _generation(device: torch.device) -> int:
+    """Of NVIDIA's; 0: none. AMD's GPUs count otherwise."""
+    if INTERPRETED or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @dataclass(slots=True)

@@ -240,6 +240,17 @@ def test_a_gpu_of_before_ampere_is_not_for_fragments(
     assert not variants._takes_fragments(for_fragments)
 
 
+def test_another_makers_gpu_is_asked_for_nothing_of_nvidias(
+    for_fragments: LoraStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for has in (binary.has_mma, binary.has_pdl):
+        has.cache_clear()
+        assert not has(for_fragments.device)
+    binary.has_pdl.cache_clear()
+
+
 @pytest.mark.gpu
 @settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
