@@ -236,7 +236,8 @@ def predicted(
     bench: Bench, case: Mapping[str, Any], fewest: Mapping[str, Any] | None, each: int
 ) -> dict[str, Any]:
     """What share is reached of the steps a second that reading the weights of base and distinct
-    adapters allows: by the GPU's bandwidth, and by the steps with the fewest adapters."""
+    adapters allows: by the GPU's bandwidth, and by the steps with the fewest adapters. Steps with
+    prompts in them take longer, by their products, than any bytes say."""
     found: dict[str, Any] = {}
     step_bytes = bench.read_bytes + case["adapters_per_step"] * each
     step_s = case["full_seconds"] / case["full_steps"]
@@ -247,6 +248,9 @@ def predicted(
             "of_predicted_with_kv": round((step_bytes + kv) / bench.bytes_per_s / step_s, 3),
             "copy_GBps": round(bench.bytes_per_s / 1e9, 1),
         }
+        if case["decode_step_ms"]:
+            ms = 1e3 * (step_bytes + kv) / bench.bytes_per_s
+            found["of_predicted_in_decode_steps"] = round(ms / case["decode_step_ms"], 3)
     if fewest is not None:
         fewer = bench.read_bytes + fewest["adapters_per_step"] * each
         predicted = fewest["full_tokens_per_s"] * fewer / step_bytes

@@ -138,6 +138,9 @@ def workload(cases: Cases) -> Table:
             "of_predicted_from_fewest": "÷ by bytes from the fewest",
             "of_predicted": "÷ by bytes and bandwidth",
             "of_predicted_with_kv": "the same with KV's",
+            "of_predicted_in_decode_steps": "of those, steps without prompts",
+            "decode_step_ms": "step without prompts, ms",
+            "prompt_step_ms": "with, ms",
         }
     )(cases)
 

@@ -122,7 +122,12 @@ def figures(asked: Sequence[Asked], before: Stats, after: Stats, meter: Meter) -
     found = _difference(after.requests, before.requests)
     by_tier = {tier: sum(n for (t, _), n in found.items() if t == tier) for tier, _ in found}
     total = sum(by_tier.values()) or 1
-    steps, full_s, idle_s = meter.full_steps()
+    pairs = meter.full_steps()
+    steps, full_s = [step for step, _ in pairs], pairs[-1][1].at_s - pairs[0][0].at_s
+    idle_s = sum(step.idle_s(its_next) for step, its_next in pairs)
+    lasted_ms: dict[bool, list[float]] = {True: [], False: []}  # all decode, or not
+    for step, its_next in pairs:
+        lasted_ms[step.jobs == step.decoding].append(1e3 * step.lasted_s(its_next))
     tokens = sum(step.new_tokens for step in steps)
     tokens_each = statistics.fmean(each.tokens for each in asked)
     return {
@@ -143,12 +148,15 @@ def figures(asked: Sequence[Asked], before: Stats, after: Stats, meter: Meter) -
         "adapters_per_step": _mean(step.adapters for step in steps),
         "kv_tokens_per_step": _mean(step.kv_tokens for step in steps),
         "prompt_steps": round(sum(step.jobs > step.decoding for step in steps) / len(steps), 3),
+        "decode_step_ms": _mean(lasted_ms[True]),
+        "prompt_step_ms": _mean(lasted_ms[False]),
         "host_share": round(idle_s / full_s, 4),
     }
 
 
 def _mean(values: Iterable[float]) -> float:
-    return round(statistics.fmean(values), 2)
+    """0 of none."""
+    return round(statistics.fmean([*values] or [0]), 2)
 
 
 def _difference(

@@ -202,6 +202,13 @@ class Step(NamedTuple):
         after.began.synchronize()
         return float(self.ended.elapsed_time(after.began)) / 1e3
 
+    def lasted_s(self, after: Step) -> float:
+        """Seconds from its begin to that of the next, on a GPU as the GPU came to them."""
+        if self.began is None or after.began is None:
+            return after.at_s - self.at_s
+        after.began.synchronize()
+        return float(self.began.elapsed_time(after.began)) / 1e3
+
 
 class Meter:
     """A runner that notes each step, in front of the engine's own."""
@@ -252,16 +259,13 @@ class Meter:
             if step.decoding == step.rows == after.decoding == after.rows == rows
         ]
 
-    def full_steps(self) -> tuple[list[Step], float, float]:
-        """The steps while requests waited, but for the first few; the seconds that they took, and
-        those of them in which the device had nothing to do. So neither the start nor the last
-        requests' end, when batches are small, is in them."""
+    def full_steps(self) -> list[tuple[Step, Step]]:
+        """The steps while requests waited, but for the first few, each with the one after it. So
+        neither the start nor the last requests' end, when batches are small, is in them."""
         last = max((n for n, step in enumerate(self.steps) if step.waiting), default=0)
         last = last or len(self.steps) - 1  # so few requests that none waited
         first = min(8, last // 4)
-        steps, after = self.steps[first:last], self.steps[first + 1 : last + 1]
-        idle_s = sum(step.idle_s(its) for step, its in zip(steps, after, strict=True))
-        return steps, self.steps[last].at_s - self.steps[first].at_s, idle_s
+        return list(zip(self.steps[first:last], self.steps[first + 1 : last + 1], strict=True))
 
 
 @contextmanager
