@@ -211,6 +211,8 @@ def _kernel_reader(
 
 # -- the first step
 
+TURNS = 22 if ON_GPU else 5  # the first two of them warm up
+
 
 def first_step() -> Iterator[tuple[str, dict[str, object]]]:
     """From `admit` to the end of the first step of an adapter that is in CPU memory."""
@@ -229,12 +231,15 @@ def first_step() -> Iterator[tuple[str, dict[str, object]]]:
             cache._gpu._memory = stack, ways.Ways(way, way, way)
             wait_for_gpu()
             found: dict[str, list[list[float]]] = {"hit": [], "pipelined": [], "plain wait": []}
-            for turn in range(22 if ON_GPU else 5):
+            for turn in range(TURNS):
                 for how, durations in found.items():
                     times = trial.run(how)
                     if turn >= 2:
                         durations.append(times)
             trial.check()
+            behind = {how: [trial.run_behind(how) for _ in range(TURNS)][2:] for how in found}
+            trial.check()
+            hit_behind = quartiles(behind["hit"])[0]
             hit = quartiles([times[-1] for times in found["hit"]])[0]
             for how, durations in found.items():
                 median, low, high = quartiles([times[-1] for times in durations])
@@ -246,6 +251,9 @@ def first_step() -> Iterator[tuple[str, dict[str, object]]]:
                 }
                 for place, what in enumerate(("admitted", "opened", "first_wait", "launched")):
                     figures[f"{what}_us"] = round(quartiles([t[place] for t in durations])[0], 1)
+                median_behind = quartiles(behind[how])[0]
+                figures["behind_a_step_us"] = round(median_behind, 1)
+                figures["over_a_hit_behind_a_step_us"] = round(median_behind - hit_behind, 1)
                 if how == "pipelined" and name == "strided":
                     figures["most_over_a_hit_us"] = 300
                 yield f"first step, {name}, {how}", figures
@@ -281,25 +289,50 @@ class FirstStep:
     def run(self, how: str) -> list[float]:
         """µs on the clock, from `admit` to: its answer, the batch is open, its first layer may be
         launched, all is launched, the step's end on the GPU."""
-        cache = self.cache
+        self._rest(how)
+        moments = [time.perf_counter()]
+        admitted = self._admit(how)
+        moments.append(time.perf_counter())
+        end = self._step(admitted, moments)
+        end.wait()
+        moments.append(time.perf_counter())
+        for _, lease in admitted:
+            lease.release()
+        return [(moment - moments[0]) * 1e6 for moment in moments[1:]]
+
+    def run_behind(self, how: str) -> float:
+        """µs on the GPU, from the end of the step before, which runs while this one is admitted and
+        launched, to its own."""
+        self._rest(how)
+        before = self._step([], [])
+        admitted = self._admit(how)
+        end = self._step(admitted, [])
+        end.wait()
+        for _, lease in admitted:
+            lease.release()
+        return before.us_to(end)
+
+    def _rest(self, how: str) -> None:
         if how != "hit":
             self._forget()
         wait_for_gpu()
         time.sleep(0.003)
-        request = Request("new", "cold", num_tokens=TOKENS // 2, pipelined=how == "pipelined")
-        moments = [time.perf_counter()]
-        waiting = [request]
-        admitted: list[tuple[Request, Lease]] = []
-        while not admitted:
-            admission = cache.admit(waiting, running=self._running)
-            admitted, waiting = admission.admitted, admission.deferred
+
+    def _admit(self, how: str) -> list[tuple[Request, Lease]]:
+        waiting = [Request("new", "cold", num_tokens=TOKENS // 2, pipelined=how == "pipelined")]
+        while True:
+            admission = self.cache.admit(waiting, running=self._running)
             assert not admission.failed, admission.failed
-            if not admitted:
-                time.sleep(2e-5)
-        moments.append(time.perf_counter())
+            if admission.admitted:
+                return admission.admitted
+            waiting = admission.deferred
+            time.sleep(2e-5)
+
+    def _step(self, admitted: Sequence[tuple[Request, Lease]], moments: list[float]) -> Mark:
+        """Launches it. Adds when its batch was open, its first layer might be launched, all was."""
         pairs = [(lease, TOKENS // 8) for _, lease in self._running]
         pairs += [(lease, r.num_tokens) for r, lease in admitted]
-        with cache.lora_batch(pairs, pad_to=TOKENS, rank_to=16) as lora:
+        with self.cache.lora_batch(pairs, pad_to=TOKENS, rank_to=16) as lora:
             moments.append(time.perf_counter())
             lora.wait(0)
             moments.append(time.perf_counter())
@@ -310,12 +343,7 @@ class FirstStep:
             else:
                 self._model.whole(lora)
             moments.append(time.perf_counter())
-            end = Mark()
-        end.wait()
-        moments.append(time.perf_counter())
-        for _, lease in admitted:
-            lease.release()
-        return [(moment - moments[0]) * 1e6 for moment in moments[1:]]
+            return Mark()
 
     def _forget(self) -> None:
         """Evict the adapter from the GPU, as room for another would."""

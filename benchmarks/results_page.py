@@ -242,7 +242,14 @@ SECTIONS = (
         "load_first",
         "The first step of an adapter",
         "From admission to the end of the step.",
-        columns({**SPREAD, "over_a_hit_us": "over a hit", "launched_us": "launched after"}),
+        columns(
+            {
+                **SPREAD,
+                "over_a_hit_us": "over a hit",
+                "launched_us": "launched after",
+                "over_a_hit_behind_a_step_us": "over a hit, behind a step that runs",
+            }
+        ),
     ),
     Section(
         "load_growth",
