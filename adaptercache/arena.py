@@ -26,14 +26,14 @@ __all__ = ["DiskShelf", "GpuArena", "GpuPlace", "HostArena", "HostPlace"]
 
 
 class GpuPlace(NamedTuple):
-    """Where an adapter lies on the GPU, and the largest rank of its matrices.
+    """Where an adapter lies on the GPU, and what it has.
 
     ``after``: the last step that may use what was there before.
     """
 
     slot: int
     pages: tuple[int, ...]
-    max_rank: int
+    spec: Any
     after: int
 
 
@@ -133,11 +133,11 @@ class GpuArena(Residency[GpuPlace]):
             loads.append(Load(want.digest, slot[0], ids, want.hint))
         return tuple(loads)
 
-    def take(self, load: Load, max_rank: int) -> Copy[GpuPlace]:
+    def take(self, load: Load, spec: Any) -> Copy[GpuPlace]:
         """Absent → LOADING, in the slot and pages that were decided on."""
         self.pages.take(load.pages, Owner.ADAPTER)
         self.slots.take((load.slot,), Owner.ADAPTER)
-        place = GpuPlace(load.slot, load.pages, max_rank, self.free_after(load))
+        place = GpuPlace(load.slot, load.pages, spec, self.free_after(load))
         copy = self.reserve(load.digest, len(load.pages), place, prefetched=load.hint)
         if self.peers is not None:
             self.peers.load(load)

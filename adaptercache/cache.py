@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import TracebackType
@@ -88,8 +88,7 @@ class AdapterCache:
         on_revision: Callable[[str, Digest, Digest], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.layout = layout
-        self._kv = kv
+        self.layout, self._kv = layout, kv
         self._asleep: frozenset[str] = frozenset()
         parts = assemble(
             layout,
@@ -167,6 +166,7 @@ class AdapterCache:
         *,
         pad_to: int | None = None,
         rank_to: int | None = None,
+        modules_to: Collection[str] | None = None,
     ) -> Iterator[LoraBatch]:
         """The batch of one step; the step's launches are made inside the ``with`` block.
 
@@ -176,14 +176,15 @@ class AdapterCache:
             pairs: ``(lease, number of tokens)`` in the order of the tokens.
             pad_to: rows of x and y, where padded.
             rank_to: fixes the rank class; None: the batch's own.
+            modules_to: fixes `LoraBatch.modules`; None: the batch's own.
 
         Raises:
             RuntimeError: a lease that is not ready, or was released.
-            TypeError, ValueError: no such pairs; more tokens, or ranks, than was said.
+            TypeError, ValueError: no such pairs; more tokens, ranks or modules than was said.
             AdapterCacheError: the GPU's memory was given back (`drop_gpu`), or a pipelined
                 adapter's copy has failed.
         """
-        with open_step(self._leasing, self._gpu, pairs, pad_to, rank_to) as batch:
+        with open_step(self._leasing, self._gpu, pairs, pad_to, rank_to, modules_to) as batch:
             yield batch
 
     @property

@@ -40,11 +40,12 @@ GPU = Tier.GPU.value
 @dataclass(slots=True)
 class Held:
     """The adapters of a batch: ``segments`` are ``(slot, number of tokens)``, ``ranks`` the largest
-    of each slot; the slots ``coming`` are still being copied to the GPU. ``step``: the number of
-    the step that reads them, once it has one."""
+    of each slot, ``modules`` what one of them has at least; the slots ``coming`` are still being
+    copied to the GPU. ``step``: the number of the step that reads them, once it has one."""
 
     segments: list[tuple[int, int]]
     ranks: dict[int, int]
+    modules: frozenset[str]
     coming: list[int]
     step: int = 0
 
@@ -209,7 +210,8 @@ class Leasing:
                 self._ledger.gpu.lease(copy)
         held = Held(
             segments,
-            {copy.place.slot: copy.place.max_rank for copy in copies.values()},
+            {copy.place.slot: copy.place.spec.max_rank for copy in copies.values()},
+            frozenset().union(*(copy.place.spec.modules for copy in copies.values())),
             [copy.place.slot for copy in copies.values() if copy.state is State.LOADING],
         )
         try:

@@ -64,7 +64,7 @@ class Lifts:
 
     def footprint(self, digest: Digest) -> Footprint:
         place = self._ledger.gpu[digest].place
-        return Footprint(place.max_rank, len(place.pages))
+        return Footprint(place.spec.max_rank, len(place.pages))
 
     def kv_room(self) -> KVRoom:
         return self._ledger.gpu.kv_room()
@@ -169,7 +169,7 @@ class Lifts:
         for load in decision.loads:
             below = ledger.host[load.digest]
             ledger.host.lease(below)
-            ledger.gpu.take(load, below.place.spec.max_rank)
+            ledger.gpu.take(load, below.place.spec)
 
     def take_host_loads(self) -> list[Copy[HostPlace]]:
         """Decide which adapters are read into CPU memory next, and reserve their blocks.

@@ -51,19 +51,23 @@ _SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 class VectorSpec:
     """What a flat vector holds: for each site of its layout the rank (0 = absent) and scaling.
 
-    ``starts`` (elements, −1 = absent) and ``elements`` (the vector's length) follow from the
-    layout.
+    ``starts`` (elements, −1 = absent), ``elements`` (the vector's length), and the names of the
+    ``modules`` that it has anywhere follow from the layout.
     """
 
     ranks: tuple[int, ...]
     scalings: tuple[float, ...]
     starts: tuple[int, ...]
     elements: int
+    modules: frozenset[str]
 
     @classmethod
     def of(cls, layout: LoraLayout, ranks: Sequence[int], scalings: Sequence[float]) -> VectorSpec:
         starts, elements = layout.starts(ranks)
-        return cls(tuple(ranks), tuple(scalings), tuple(starts), elements)
+        modules = frozenset(
+            site.module for site, rank in zip(layout.sites, ranks, strict=True) if rank
+        )
+        return cls(tuple(ranks), tuple(scalings), tuple(starts), elements, modules)
 
     @cached_property
     def max_rank(self) -> int:

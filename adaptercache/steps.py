@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from adaptercache.kernels import LoraBatch, rank_class_of
@@ -20,18 +20,30 @@ def open_step(
     pairs: Iterable[tuple[Lease, int]],
     pad_to: int | None,
     rank_to: int | None,
+    modules_to: Collection[str] | None,
 ) -> Iterator[LoraBatch]:
     """See `AdapterCache.lora_batch`."""
     with leasing.hold(pairs) as held:
         rank = max(held.ranks.values(), default=0)
         if rank_to is not None and rank > rank_to:
             raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
+        beyond = held.modules.difference(held.modules if modules_to is None else modules_to)
+        if beyond:
+            names = ", ".join(sorted(beyond))
+            raise ValueError(f"an adapter with {names} is in the batch: not in {modules_to=}")
         to = rank_class_of(rank_to or rank)
         with gpu.streams.step() as held.step:
             arrivals = gpu.arrivals(held.coming)
             wait = arrivals.wait if arrivals is not None else None
             with LoraBatch(
-                gpu.stack, held.segments, pad_to=pad_to, rank_class=to, ranks=held.ranks, wait=wait
+                gpu.stack,
+                held.segments,
+                pad_to=pad_to,
+                rank_class=to,
+                ranks=held.ranks,
+                modules=modules_to,
+                own_modules=held.modules,
+                wait=wait,
             ) as batch:
                 try:
                     yield batch

@@ -5,9 +5,11 @@ a copy comes to the host, which `Launched.read` waits for. So the host can launc
 without knowing any token of this one.
 
 On a GPU every step is a replay of a CUDA graph: launching a model's kernels one by one takes the
-CPU longer than the GPU takes to run them. A graph is captured for each padded shape of a step and
-each rank class, all of them at the start. Which adapters are in the step doesn't matter: the
-kernels find that in the work list, which `lora_batch` writes to the same place each time.
+CPU longer than the GPU takes to run them. A graph is captured for each padded shape of a step,
+each rank class, and adapters of attention alone or of any modules (a pair of LoRA kernels takes
+some 4 µs, even if nobody has anything for it), all of them at the start. Which adapters are in the
+step doesn't matter: the kernels find that in the work list, which `lora_batch` writes to the same
+place each time.
 
 All numbers of a step go to the GPU in one copy, from page-locked memory, so that the host need not
 wait for it.
@@ -18,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +32,18 @@ from serve_model import PagedLlama
 from serve_rows import Rows, numbers_of
 from serve_shape import Limits, Shape, Work
 
-__all__ = ["Launched", "Runner"]
+__all__ = ["Kind", "Launched", "Runner"]
+
+OF_ATTENTION = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+class Kind(NamedTuple):
+    """What a graph computes: steps of a padded shape whose adapters are up to a rank class, 0 where
+    there are none, and have nothing outside of some modules."""
+
+    shape: Shape
+    rank_class: int
+    modules: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,7 @@ class Runner:
         # What each job of the last step has chosen, or will, and whose token that is.
         self._last = torch.zeros(self._max_running, dtype=torch.int64, device=model.device)
         self._row_of: Mapping[Job, int] = {}
-        self._graphs: dict[tuple[Shape, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         pages = cache.pages.allocate(1)
         assert pages is not None, "nothing else has pages yet"
@@ -102,23 +115,24 @@ class Runner:
     def _pads(self) -> bool:
         return self._on_gpu
 
-    def kinds(self) -> list[tuple[Shape, int]]:
-        """The padded shapes of steps, each with the rank classes of their adapters; 0: none has
-        one."""
-        ranks = range(1, self._cache.layout.max_rank + 1)
-        rank_classes = [0, *sorted({rank_class_of(rank) for rank in ranks})]
-        return list(itertools.product(self._limits.shapes(), rank_classes))
+    def kinds(self) -> list[Kind]:
+        """Of all steps, once they are padded."""
+        layout, nothing = self._cache.layout, frozenset[str]()
+        ranks = range(1, layout.max_rank + 1)
+        rank_classes = sorted({rank_class_of(rank) for rank in ranks})
+        modules = {OF_ATTENTION.intersection(layout.modules), frozenset(layout.modules)} - {nothing}
+        found = [(0, nothing), *itertools.product(rank_classes, modules)]
+        return [Kind(shape, *each) for shape in self._limits.shapes() for each in found]
 
     def capture(self) -> None:
         """Capture the graphs: call it once, before the first step."""
         if not self._on_gpu:
             return
         base = self._cache.acquire(None)
-        for shape, rank_class in self.kinds():
-            rank_to = rank_class or None
-            with self._cache.lora_batch([(base, shape.rows)], rank_to=rank_to) as lora:
-                graph = self._capture(shape, lora if rank_class else None)
-            self._graphs[shape, rank_class] = graph
+        for kind in self.kinds():
+            pairs, rank_to = [(base, kind.shape.rows)], kind.rank_class or None
+            with self._cache.lora_batch(pairs, rank_to=rank_to, modules_to=kind.modules) as lora:
+                self._graphs[kind] = self._capture(kind.shape, lora if rank_to else None)
 
     def check(self, tokens: Sequence[int]) -> None:
         """Raises ValueError where the model hasn't one of them: a step with it fails."""
@@ -136,7 +150,7 @@ class Runner:
         shape = self._shape_of(work)
         self._send(work, shape)
         if self._graphs:
-            self._graphs[shape, lora.rank_class if has_adapters else 0].replay()
+            self._graphs[self._kind_of(shape, lora if has_adapters else None)].replay()
         else:
             self._compute(shape, lora if has_adapters else None)
         self._row_of = {job: row for row, (job, n) in enumerate(work) if n == job.num_pending}
@@ -146,6 +160,14 @@ class Runner:
     def close(self) -> None:
         self._graphs.clear()
         self._cache.pages.free([self._spare])
+
+    def _kind_of(self, shape: Shape, lora: LoraBatch | None) -> Kind:
+        if lora is None:
+            return Kind(shape, 0, frozenset())
+        every = frozenset(self._cache.layout.modules)
+        of_attention = OF_ATTENTION & every
+        modules = of_attention if lora.modules <= of_attention else every
+        return Kind(shape, lora.rank_class, modules)
 
     def _shape_of(self, work: Work) -> Shape:
         return self._limits.padded(work) if self._pads else self._limits.exact(work)

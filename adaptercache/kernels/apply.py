@@ -51,6 +51,8 @@ def add_lora(
     group = batch.stack.group(layer, modules)
     _check(y, x, batch, group)
     batch.wait(layer)
+    if batch.passes_over(group.modules):
+        return
     if x.is_cuda:
         from adaptercache.kernels.launch import add_lora_triton  # triton: only where it is used
 

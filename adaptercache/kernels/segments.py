@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +41,16 @@ class LoraBatch:
             ``max_rank``.
         ranks: of slots, an upper bound of their own ranks: mixed ranks are sooner done where this
             is told. None: what the stack knows of them.
+        modules: names that cover all modules of the batch's adapters; calls of `add_lora` for
+            others launch nothing, also where they are captured: a replay's adapters have none of
+            them either. None: ``own_modules``.
+        own_modules: likewise, but a call for others that is captured launches its kernels, since a
+            replay may bring adapters that have them. None, or a batch without adapters: all.
         wait: called with a layer before that layer's adapters are read.
 
     Raises:
-        ValueError: a slot out of range, more tokens than ``pad_to``, no such rank class, or one
-            that ``ranks`` exceed.
+        ValueError: a slot out of range, more tokens than ``pad_to``, no such module or rank class,
+            or one that ``ranks`` exceed.
         TypeError: segments that are no pairs of integers, or a ``pad_to`` that is none.
 
     Not thread-safe: a step is launched by one thread.
@@ -59,6 +64,8 @@ class LoraBatch:
         pad_to: int | None = None,
         rank_class: int | None = None,
         ranks: Mapping[int, int] | None = None,
+        modules: Collection[str] | None = None,
+        own_modules: Collection[str] | None = None,
         wait: Callable[[int], None] | None = None,
     ) -> None:
         if not isinstance(stack, LoraStack):
@@ -91,6 +98,11 @@ class LoraBatch:
             )
         self.rank_class = rank_class
         self._ranks = ranks
+        self._fixes_modules = modules is not None
+        if modules is None and max(slots, default=BASE_SLOT) > BASE_SLOT:
+            modules = own_modules
+        self.modules = _names(modules, stack.layout.modules)
+        """Outside of which no adapter of the batch has anything."""
         self._wait = wait
         self.shape = WorkShape(self.num_rows, stack.num_slots)
         self.num_groups = 0
@@ -144,11 +156,28 @@ class LoraBatch:
             self.has_launched = False
         return buffer.tensor
 
+    def passes_over(self, modules: Sequence[str]) -> bool:
+        """Whether a call of `add_lora` for these modules has nothing to launch."""
+        if not self.modules.isdisjoint(modules):
+            return False
+        on_gpu = self.stack.device.type == "cuda"
+        return self._fixes_modules or not (on_gpu and torch.cuda.is_current_stream_capturing())
+
     def wait(self, layer: int) -> None:
         """Make the compute stream wait until this layer's adapters are in place."""
         if self._wait is not None:
             self._wait(layer)
             self.has_launched = False  # the next kernel reads what came behind all before it
+
+
+def _names(modules: Collection[str] | None, known: Sequence[str]) -> frozenset[str]:
+    if isinstance(modules, str):
+        raise TypeError(f"modules is one string: give ({modules!r},)")
+    names = frozenset(known if modules is None else modules)
+    if not names <= frozenset(known):
+        unknown = ", ".join(sorted(map(repr, names.difference(known))))
+        raise ValueError(f"no module {unknown}: there are {', '.join(known)}")
+    return names
 
 
 def _columns(

@@ -21,8 +21,10 @@ from serve_attention import TILE_TOKENS, attend_plainly
 from serve_engine import Engine
 from serve_job import Job, Sampling
 from serve_rows import Rows, numbers_of
-from serve_runner import Runner
+from serve_runner import OF_ATTENTION, Runner
 from serve_shape import Limits, Shape
+
+ALL_LINEAR = OF_ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +138,7 @@ def test_rows_that_pad_a_step_change_nothing(
     computed, compute = set(), Runner._compute
 
     def noted(runner: Any, shape: Any, lora: Any) -> None:
-        computed.add((shape, lora.rank_class if lora is not None else 0))
+        computed.add(runner._kind_of(shape, lora))
         compute(runner, shape, lora)
 
     monkeypatch.setattr(Runner, "_compute", noted)
@@ -149,18 +151,42 @@ def test_rows_that_pad_a_step_change_nothing(
         alone = ask(engine, None, [7] * 40, 4)
         assert outcome(alone)[0] == world.expected(None, [7] * 40, 4)
         kinds = set(engine._runner.kinds())
-    decoding = {shape.rows for shape, _ in computed if not shape.tiles}
+    decoding = {shape.rows for shape, _, _ in computed if not shape.tiles}
     assert {1} < decoding <= {1, 2, 4, 8}  # how many ran at once depends on how fast loads are
-    mixed = {shape.rows for shape, _ in computed if shape.tiles}
+    mixed = {shape.rows for shape, _, _ in computed if shape.tiles}
     assert {128} <= mixed <= {128, 256}
-    classes = {rank_class for _, rank_class in computed}
+    classes = {rank_class for _, rank_class, _ in computed}
     assert {0, 16, 64} >= classes > {0}
-    # No step captures one: those of all shapes and rank classes are there at the start.
+    # No step captures one: those of all kinds are there at the start.
     assert computed <= kinds
     sizes = [(1 << n, False) for n in range(7)] + [(n, True) for n in (128, 256, 300)]
-    assert {((shape.rows, shape.tiles > 0), its) for shape, its in kinds} == {
-        (size, its) for size in sizes for its in (0, 16, 64)
+    its_kinds = [(0, frozenset())]
+    its_kinds += [(rank, names) for rank in (16, 64) for names in (OF_ATTENTION, ALL_LINEAR)]
+    assert {((shape.rows, shape.tiles > 0), (rank, its)) for shape, rank, its in kinds} == {
+        (size, its) for size in sizes for its in its_kinds
     }
+
+
+def test_adapters_of_attention_alone_are_computed_with_nothing_else(
+    world: World, padding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, compute = set(), Runner._compute
+
+    def noted(runner: Any, shape: Any, lora: Any) -> None:
+        computed.add(runner._kind_of(shape, lora).modules)
+        compute(runner, shape, lora)
+
+    monkeypatch.setattr(Runner, "_compute", noted)
+    with world.engine(pages=600) as engine:
+        for adapter_id, modules in (
+            ("adapter-02", OF_ATTENTION),  # every third has attention alone
+            ("adapter-01", ALL_LINEAR),
+            (None, frozenset()),
+        ):
+            computed.clear()
+            job = ask(engine, adapter_id, [9] * 20, 8)
+            assert outcome(job)[0] == world.expected(adapter_id, [9] * 20, 8)
+            assert computed == {modules}
 
 
 def test_padded_steps_give_pefts_tokens_while_memory_is_short(world: World, padding: None) -> None:
@@ -257,5 +283,5 @@ def test_graphs_on_a_gpu_give_pefts_tokens(tmp_path: Path) -> None:
         jobs = [ask(engine, *request) for request in requests]
         got = [outcome(job, 300)[0] for job in jobs]
         assert set(engine._runner._graphs) == set(engine._runner.kinds())
-        assert len(engine._runner._graphs) == (7 + 4) * 3
+        assert len(engine._runner._graphs) == (7 + 4) * 5
     assert got == [world.expected(*request) for request in requests]

@@ -77,6 +77,41 @@ def test_a_graph_is_right_after_adapters_were_evicted_and_loaded() -> None:
         assert cache.stats().evictions[Tier.GPU, "room"] > len(BATCHES)  # some adapters came back
 
 
+@pytest.mark.parametrize("fixed", [None, ("q_proj", "v_proj")])
+def test_a_graph_has_all_modules_but_where_they_are_fixed(fixed: tuple[str, ...] | None) -> None:
+    """Captured from a batch whose adapter has q alone."""
+    source = Tiny.source()
+    source.put("all", *Tiny.tensors(8, targets=MODULES))
+    for adapter_id in ("q", "v"):
+        source.put(adapter_id, *Tiny.tensors(7, targets=(f"{adapter_id}_proj",)))
+    groups = [("q_proj",), ("k_proj",), ("v_proj",)]
+    with Tiny.cache(source, pages=24, gpu_slots=3) as cache:
+        cache.warmup(groups, num_rows=ROWS)
+        x = torch.randn(ROWS, 32, device="cuda")
+        y = torch.zeros(ROWS, 32 + 16 + 16, device="cuda")
+        leases = {adapter_id: cache.acquire(adapter_id).result(10) for adapter_id in "qv"}
+        leases["all"] = cache.acquire("all").result(10)
+        graph = torch.cuda.CUDAGraph()
+        padded = {"pad_to": ROWS, "rank_to": RANK_TO}
+
+        def run(batch: LoraBatch) -> None:
+            y.zero_()
+            for names, part in zip(groups, y.split((32, 16, 16), dim=1), strict=True):
+                add_lora(part, x, batch, names, 0)
+
+        with cache.lora_batch([(leases["q"], 2)], **padded, modules_to=fixed) as batch:
+            run(batch)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                run(batch)
+        for adapter_id in ("q", "v") if fixed else ("q", "v", "all"):
+            with cache.lora_batch([(leases[adapter_id], 5)], **padded) as batch:
+                graph.replay()
+                want = reference(batch, x, 0)
+            assert (y.double() - want).abs().max() <= 1e-4 * want.abs().max()
+            assert want.any()
+
+
 @pytest.mark.parametrize("way", ["staged", "strided"])
 def test_pieces_that_were_captured_wait_for_their_layer(
     monkeypatch: pytest.MonkeyPatch, way: str

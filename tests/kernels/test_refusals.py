@@ -344,3 +344,44 @@ def test_what_cannot_be_warmed_up_is_refused(
 def test_every_order_of_names_is_a_group(stack: LoraStack) -> None:
     for groups in itertools.permutations(QKV):
         warmup(stack, [groups], 8)
+
+
+# Modules that no adapter has.
+
+
+@pytest.mark.parametrize(
+    ("modules", "own", "passed_over"),
+    [
+        (None, None, ()),
+        (None, ("q_proj",), ("k_proj", "v_proj")),
+        (("k_proj", "q_proj"), ("q_proj",), ("v_proj",)),
+        ((), None, QKV),
+    ],
+)
+def test_calls_for_modules_that_no_adapter_has_launch_nothing(
+    stack: LoraStack, modules: Any, own: Any, passed_over: Sequence[str]
+) -> None:
+    batch = LoraBatch(stack, PAIRS, modules=modules, own_modules=own)
+    x = torch.randn(5, 12)
+    for name, width in WIDTHS.items():
+        y = torch.zeros(5, width)
+        add_lora(y, x, batch, (name,), 0)
+        assert y.any() == (name not in passed_over)
+    y = torch.zeros(5, sum(WIDTHS.values()))
+    add_lora(y, x, batch, QKV, 0)  # one that somebody has is enough
+    assert y.any() == bool(batch.modules)
+    with pytest.raises(ValueError, match="y is"):  # what is passed over is checked as well
+        add_lora(torch.zeros(5, 1), x, batch, ("v_proj",), 0)
+
+
+def test_a_batch_without_adapters_has_all_modules(stack: LoraStack) -> None:
+    assert LoraBatch(stack, [(-1, 3)], own_modules=()).modules == set(QKV)  # it may be captured
+    assert LoraBatch(stack, [(-1, 3)], modules=()).modules == set()
+    assert LoraBatch(stack, []).modules == set(QKV)
+
+
+def test_modules_of_a_batch_that_there_are_not_are_refused(stack: LoraStack) -> None:
+    with pytest.raises(ValueError, match="no module 'q_prj': there are q_proj, k_proj, v_proj"):
+        LoraBatch(stack, PAIRS, modules=["q_prj"])
+    with pytest.raises(TypeError, match="one string"):
+        LoraBatch(stack, PAIRS, modules="q_proj")

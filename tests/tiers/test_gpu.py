@@ -37,7 +37,7 @@ def gpu_tier(rows: int = 2) -> GpuTier:
 def spec_of_length(elements: int) -> VectorSpec:
     """Of a vector whose content nobody looks into."""
     sites = len(LAYOUT.sites)
-    return VectorSpec((0,) * sites, (0.0,) * sites, (-1,) * sites, elements)
+    return VectorSpec((0,) * sites, (0.0,) * sites, (-1,) * sites, elements, frozenset())
 
 
 def write(
