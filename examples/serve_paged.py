@@ -114,11 +114,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     else:
         sequence = tl.load(tiles_ptr + 3 * tile)
         first = tl.load(tiles_ptr + 3 * tile + 1)
-        count = tl.load(tiles_ptr + 3 * tile + 2)
+        count = tl.load(tiles_ptr + 3 * tile + 2).to(tl.int32)
         token, member = query // SHARED, query % SHARED
     # What comes before keys and values is waited for once: the first pages are looked up before it
     # is known how many there are.
-    position = tl.load(positions_ptr + first)
+    position = tl.load(positions_ptr + first).to(tl.int32)
     here = part * AT_ONCE + key
     tables_ptr += sequence * table_stride
     page = tl.load(tables_ptr + here // BLOCK_SIZE, mask=here < longest, other=0)
@@ -127,14 +127,14 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     is_there = is_row[:, None] & (column[None, :] < HEAD_DIM)
     q_at = row * q_stride + head * HEAD_DIM
     q = tl.load(q_ptr + q_at[:, None] + column[None, :], mask=is_there, other=0.0)
-    length = (position + count).to(tl.int32)  # tokens that the last row sees
+    length = position + count  # tokens that the last row sees
     num_parts = tl.minimum(tl.cdiv(length, PART), tl.num_programs(2))
     if (count == 0) | (part >= num_parts):
         return
     largest = tl.full([QUERIES], -1e30, tl.float32)  # a row may see nothing of a part
     total = tl.zeros([QUERIES], tl.float32)
     y = tl.zeros([QUERIES, HEAD_TILE], tl.float32)
-    step = num_parts * AT_ONCE  # a part is every so many'th block, and all are of one length
+    step = num_parts * AT_ONCE  # every so many'th block: parts are about as long as each other
     for start in range(part * AT_ONCE, length, step):
         here = start + key
         is_token = here < length

@@ -116,12 +116,18 @@ LONG_MIXED = [(63, 1), (60, 10), (0, 70), (250, 1), (188, 5)]
 
 @pytest.mark.parametrize(("kv_heads", "shared"), [(2, 2), (1, 7)])
 @pytest.mark.parametrize("parts", [LONG, LONG_MIXED], ids=["decoding", "mixed"])
-@pytest.mark.parametrize("most", [6, 2])  # parts of the longest
+@pytest.mark.parametrize(("part", "most"), [(32, 5), (64, 2)])  # its tokens; parts at most
 def test_the_parts_of_a_long_sequence_are_added(
-    monkeypatch: pytest.MonkeyPatch, kv_heads: int, shared: int, parts: list[Part], most: int
+    monkeypatch: pytest.MonkeyPatch,
+    kv_heads: int,
+    shared: int,
+    parts: list[Part],
+    part: int,
+    most: int,
 ) -> None:
+    """Of some parts the first rows of a tile see nothing."""
     step = Step.of(kv_heads, shared, 16, parts, width=24)
-    monkeypatch.setattr(serve_paged, "PART", 64)
+    monkeypatch.setattr(serve_paged, "PART", part)
     monkeypatch.setattr(serve_paged, "PROGRAMS", most * kv_heads * len(step.tiles))
     counters = torch.zeros(serve_paged.PROGRAMS, dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(serve_paged, "_counters", lambda device: counters)
