@@ -20,8 +20,8 @@ from serve_attention import TILE_TOKENS
 __all__ = ["attend_in_place"]
 
 LOG2_E = 1.4426950408889634
-AT_ONCE = 32  # keys that a program reads at most
-PART = 256  # tokens of a sequence that a program reads alone
+AT_ONCE = 64  # keys that a program reads at most
+PART, PART_OF_TILES = 256, 512  # tokens of a sequence that a program reads alone
 PROGRAMS = 4096  # of a launch, from which on sequences are in fewer parts: also idle ones take time
 
 
@@ -45,10 +45,11 @@ def attend_in_place(
     queries = max(16, triton.next_power_of_2(tokens * shared))
     # As many scores as its registers hold; tensor cores take no float32, which needs more.
     is_wide = q.dtype is torch.float32
-    at_once = max(16, min(AT_ONCE, (1024 if is_wide else 8192) // queries))
+    at_once = max(16, min(AT_ONCE, (512 if is_wide else 4096) // queries))
     longest = tables.shape[1] * block_size
     most = PROGRAMS // (num_tiles * kv_heads)
-    num_parts = max(1, min(triton.cdiv(longest, PART), most))
+    part = PART if tiles is None else PART_OF_TILES
+    num_parts = max(1, min(triton.cdiv(longest, part), most))
     parts = torch.empty((num_parts, rows, heads, head_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((num_parts, 2, rows, heads), dtype=torch.float32, device=q.device)
     _attend_kernel[(num_tiles, kv_heads, num_parts)](
@@ -63,8 +64,8 @@ def attend_in_place(
         HEAD_DIM=head_dim,
         HEAD_TILE=max(16, triton.next_power_of_2(head_dim)),
         AT_ONCE=at_once,
-        PART=PART,
-        num_stages=3,
+        PART=part,
+        num_stages=2,
         num_warps=4 if queries <= (16 if is_wide else 64) else 8,
     )
     return out.view(rows, heads * head_dim)

@@ -127,7 +127,8 @@ def test_the_parts_of_a_long_sequence_are_added(
 ) -> None:
     """Of some parts the first rows of a tile see nothing."""
     step = Step.of(kv_heads, shared, 16, parts, width=24)
-    monkeypatch.setattr(serve_paged, "PART", part)
+    for name in ("PART", "PART_OF_TILES"):
+        monkeypatch.setattr(serve_paged, name, part)
     monkeypatch.setattr(serve_paged, "PROGRAMS", most * kv_heads * len(step.tiles))
     counters = torch.zeros(serve_paged.PROGRAMS, dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(serve_paged, "_counters", lambda device: counters)

@@ -88,7 +88,7 @@ CASES = [
     (90, "float32", 64, *LLAMA_8B),
     (90, "float16", 3, *ODD),
 ]
-AT_ONCE = {"_attend_kernel 4": 5, "_attend_kernel 5": 2}
+AT_ONCE = {"_attend_kernel 4": 4, "_attend_kernel 5": 2}
 """Programs of attention on a multiprocessor: of rows that decode, which hide each other's waits,
 and of tiles."""
 
