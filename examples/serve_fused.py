@@ -14,6 +14,7 @@ from torch import Tensor
 __all__ = ["add_and_norm", "rotate_and_store", "silu_and_multiply"]
 
 COLUMNS = 1024  # that a program multiplies
+TURNED = 16  # heads that a program rotates: one alone would take as long to start as to run
 
 
 def add_and_norm(
@@ -40,7 +41,7 @@ def rotate_and_store(
     qkv: Tensor, rotary: Tensor, view: Tensor, pages: Tensor, offsets: Tensor
 ) -> Tensor:
     """The queries, rotated, ``[rows, heads, head_dim]``; keys and values go into the view. By one
-    program a head."""
+    program a row and up to `TURNED` heads."""
     rows, width = qkv.shape
     _, _, block_size, kv_heads, head_dim = view.shape
     assert qkv.stride(1) == 1
@@ -49,14 +50,16 @@ def rotate_and_store(
     assert view.stride()[1:] == (block_size * kv_heads * head_dim, kv_heads * head_dim, head_dim, 1)
     heads = width // head_dim - 2 * kv_heads
     q = torch.empty((rows, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    _rotate_and_store_kernel[(rows, heads + 2 * kv_heads)](
+    half_tile = triton.next_power_of_2(head_dim // 2)
+    _rotate_and_store_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, TURNED))](
         *(qkv, rotary, view, pages, offsets, q, qkv.stride(0), view.stride(0)),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
-        HALF_TILE=triton.next_power_of_2(head_dim // 2),
+        HALF_TILE=half_tile,
         BLOCK_SIZE=block_size,
-        num_warps=1,
+        AT_ONCE=TURNED,
+        num_warps=_warps(TURNED * half_tile, 8),
     )
     return q
 
@@ -125,14 +128,16 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, HALF_TILE)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, HALF_TILE)[None, :]
+    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
     is_there = column < HALF
+    is_read = is_there & (head < HEADS + 2 * KV_HEADS)
     # A program waits for memory once: also those of values read what only the others need.
     page, offset = tl.load(pages_ptr + row), tl.load(offsets_ptr + row)
     x_ptr = qkv_ptr + row * row_stride + head * (2 * HALF) + column
-    first, second = tl.load(x_ptr, mask=is_there), tl.load(x_ptr + HALF, mask=is_there)
+    first, second = tl.load(x_ptr, mask=is_read), tl.load(x_ptr + HALF, mask=is_read)
     cos_ptr = rotary_ptr + row * (4 * HALF) + column
     sin_ptr = cos_ptr + 2 * HALF
     is_turned = head < HEADS + KV_HEADS
@@ -140,21 +145,21 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     cos_ptr += HALF
     sin_ptr += HALF
     second_out = tl.where(is_turned, _rotated(second, first, cos_ptr, sin_ptr, is_there), second)
-    if head < HEADS:
-        out_ptr = q_ptr + (row * HEADS + head) * (2 * HALF) + column
-        tl.store(out_ptr, first_out, mask=is_there)
-        tl.store(out_ptr + HALF, second_out, mask=is_there)
-    else:
-        part, kv_head = (head - HEADS) // KV_HEADS, (head - HEADS) % KV_HEADS
-        cell = (part * BLOCK_SIZE + offset) * KV_HEADS + kv_head
-        out_ptr = kv_ptr + page * page_stride + cell * (2 * HALF) + column
-        tl.store(out_ptr, first_out, mask=is_there)
-        tl.store(out_ptr + HALF, second_out, mask=is_there)
+    out_ptr = q_ptr + (row * HEADS + head) * (2 * HALF) + column
+    is_query = is_there & (head < HEADS)
+    tl.store(out_ptr, first_out, mask=is_query)
+    tl.store(out_ptr + HALF, second_out, mask=is_query)
+    part, kv_head = (head - HEADS) // KV_HEADS, (head - HEADS) % KV_HEADS
+    cell = (part * BLOCK_SIZE + offset) * KV_HEADS + kv_head
+    out_ptr = kv_ptr + page * page_stride + cell * (2 * HALF) + column
+    is_kept = is_read & (head >= HEADS)
+    tl.store(out_ptr, first_out, mask=is_kept)
+    tl.store(out_ptr + HALF, second_out, mask=is_kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _rotated(x, other, cos_ptr, sin_ptr, is_there):  # type: ignore[no-untyped-def]
-    """Half a head: ``x · cos + other · sin``."""
+    """Halves of heads: ``x · cos + other · sin``."""
     cos = tl.load(cos_ptr, mask=is_there).to(tl.float32)
     sin = tl.load(sin_ptr, mask=is_there).to(tl.float32)
     scaled = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)

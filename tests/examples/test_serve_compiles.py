@@ -31,7 +31,7 @@ from serve_fused import add_and_norm, rotate_and_store, silu_and_multiply
 arch, name, rows, heads, kv_heads, head_dim, width, inner = json.loads(sys.argv[2])
 dtype = getattr(torch, name)
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-TYPES[torch.int64] = "*i64"
+TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 found = {}
 
@@ -89,8 +89,8 @@ CASES = [
     (90, "float16", 3, *ODD),
 ]
 AT_ONCE = {"_attend_kernel 4": 4, "_attend_kernel 5": 2}
-"""Programs of attention on a multiprocessor: of rows that decode, of which an H200 then runs 64 all
-at once, and of tiles."""
+"""Programs of attention on a multiprocessor: of rows that decode, which hide each other's waits,
+and of tiles."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
