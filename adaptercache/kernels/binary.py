@@ -102,7 +102,8 @@ class Binary:
         while True:
             compiled = self.function.warmup(*types, grid=(1, 1, 1), **constants, **options)
             try:
-                compiled.run  # noqa: B018  loads it, and so finds what it takes
+                # Loads it, and so finds what it takes; `run` says only once that it doesn't fit.
+                compiled._init_handles()
                 break
             except OutOfResources:  # stages are chosen for GPUs with more shared memory
                 stages = constants.get("STAGES", 1) - 1
