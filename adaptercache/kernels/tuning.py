@@ -174,8 +174,8 @@ def bgmv_blocks(
 def fragment_blocks(
     in_features: int, out_features: Sequence[int], rank_class: int, *, page_elems: int
 ) -> Fragments | None:
-    """For few tokens in bfloat16. None: registers don't do for the rank class, or a width is no
-    multiple of 64, or a cell none of 512.
+    """For few tokens of 16 bits a number. None: registers don't do for the rank class, or a width
+    is no multiple of 64, or a cell none of 512.
 
     Bytes on their way are what counts: as many programs to a multiprocessor as their registers
     allow. Eight warps to a shrink make the parts fewer that an expand reads: over

@@ -71,7 +71,7 @@ def pair_for(
 
 
 def _takes_fragments(stack: LoraStack) -> bool:
-    if not (_HAS_GLUON and stack.dtype == torch.bfloat16 and has_mma(stack.device)):
+    if not (_HAS_GLUON and stack.dtype.itemsize == 2 and has_mma(stack.device)):
         return False
     shape = stack.shape
     return shape.rows * shape.num_pages * shape.page_elems <= _MOST

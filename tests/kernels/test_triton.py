@@ -232,6 +232,16 @@ def test_an_arena_that_32_bits_cannot_count_is_not_for_fragments(
     assert not variants._takes_fragments(for_fragments)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "takes"), [(torch.float16, True), (torch.float32, False)], ids=str
+)
+def test_numbers_of_16_bits_are_for_fragments(
+    dtype: torch.dtype, takes: bool, for_fragments: LoraStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(for_fragments, "dtype", dtype)
+    assert variants._takes_fragments(for_fragments) == takes
+
+
 def test_a_gpu_of_before_ampere_is_not_for_fragments(
     for_fragments: LoraStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +262,7 @@ def test_another_makers_gpu_is_asked_for_nothing_of_nvidias(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     st.sampled_from(
@@ -265,7 +276,8 @@ def test_another_makers_gpu_is_asked_for_nothing_of_nvidias(
     st.integers(0, 2),
     st.integers(0, 1 << 20),
 )
-def test_multiples_of_64_in_bfloat16_and_any_segments(
+def test_multiples_of_64_and_any_segments(
+    dtype: str,
     shape: tuple[int, list[int]],
     ranks: list[int],
     segments: list[tuple[int, int]],
@@ -275,7 +287,7 @@ def test_multiples_of_64_in_bfloat16_and_any_segments(
     k, widths = shape
     sites = 2 * len(widths)
     each = [ranks[at : at + sites] for at in (0, 6, 12)]
-    world = World(layout_of(k, widths, "bfloat16"), each, 1 + seed % 3, 2048, seed)
+    world = World(layout_of(k, widths, dtype), each, 1 + seed % 3, 2048, seed)
     check(world, segments, seed % 2, pad=pad)
 
 
@@ -351,16 +363,25 @@ def test_equal_inputs_give_equal_bits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rank_class", "ranks"),
-    [(16, [16] * 6), (16, [7] * 6), (64, [64] * 6), (64, [8, 64, 16] * 2), (64, [20, 5, 16] * 2)],
+    ("rank_class", "ranks", "dtype"),
+    [
+        (16, [16] * 6, torch.bfloat16),
+        (16, [7] * 6, torch.bfloat16),
+        (64, [64] * 6, torch.bfloat16),
+        (64, [8, 64, 16] * 2, torch.bfloat16),
+        (64, [20, 5, 16] * 2, torch.bfloat16),
+        (64, [8, 64, 32] * 2, torch.float16),
+    ],
     ids=str,
 )
-def test_a_token_has_the_same_bits_in_whatever_company(rank_class: int, ranks: list[int]) -> None:
-    """In bfloat16, up to rank 64 and 512 rows: see `fragments`."""
-    layout = layout_of(4096, [4096, 1024, 1024], "bfloat16")
+def test_a_token_has_the_same_bits_in_whatever_company(
+    rank_class: int, ranks: list[int], dtype: torch.dtype
+) -> None:
+    """Of 16 bits a number, up to rank 64 and 512 rows: see `fragments`."""
+    layout = layout_of(4096, [4096, 1024, 1024], str(dtype).removeprefix("torch."))
     others_ranks = [[rank_class // 4] * 6, [rank_class // 2 + 1] * 6]
     world = World(layout, [ranks, *others_ranks], 4, 32768, seed=2)
-    x = torch.randn(1, 4096, dtype=torch.bfloat16, device=DEVICE)
+    x = torch.randn(1, 4096, dtype=dtype, device=DEVICE)
     group, results = world.stack.group(0, ("m0_proj", "m1_proj", "m2_proj")), []
     for segments in (
         *([(0, 1)], [(1, 1), (0, 2)], [(0, 5)], [(0, 40)], [(2, 30), (1, 100), (0, 17)]),
@@ -368,8 +389,8 @@ def test_a_token_has_the_same_bits_in_whatever_company(rank_class: int, ranks: l
     ):
         rows = sum(tokens for _, tokens in segments)
         batch = LoraBatch(world.stack, segments, pad_to=rows + len(results), rank_class=rank_class)
-        y = torch.zeros(batch.num_rows, 6144, dtype=torch.bfloat16, device=DEVICE)
-        others = torch.randn(batch.num_rows, 4096, dtype=torch.bfloat16, device=DEVICE)
+        y = torch.zeros(batch.num_rows, 6144, dtype=dtype, device=DEVICE)
+        others = torch.randn(batch.num_rows, 4096, dtype=dtype, device=DEVICE)
         others[rows - 1] = x[0]
         add_lora_triton(y, others, batch, group)
         results.append(y[rows - 1].cpu())
