@@ -224,7 +224,7 @@ def sgmv_blocks(
         splits=max(1, min(in_features // 512, splits)),
         bn=bn,
         shrink_strip=LARGE_TILE if wide else 32 if rank > 128 else 16,
-        expand_strip=(32 if rank != 64 else 64) if wide else 16,
+        expand_strip=(64 if rank in (32, 64) else 32) if wide else 16,
         sum_at_once=max(1, 128 // rank),
         shrink_warps=4 if rank <= 32 else 8,
         expand_warps=4 if 32 < rank <= 256 else 8,
