@@ -202,7 +202,8 @@ class Call:
         alone = all_singles(group.elements, batch.rank_class, rows)
         at, apart, aligned = _outputs(y, group)
         self._aligned = aligned = aligned and not (x.stride(0) % 16 or x.data_ptr() % 16)
-        (launch,) = _launches(batch, group, alone, aligned)  # of more, each had scratch of its own
+        its = _launches(batch, group, batch.rank_class, alone, aligned)
+        (launch,) = its  # of more, each had scratch of its own
         self.pair = pair = launch.pair
         sums, zeros = batch.stack.scratch(rows * pair.scratch, rows * pair.counters)
         shared = address(batch.work()), address(sums)

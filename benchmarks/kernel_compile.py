@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from adaptercache.kernels import LoraStack, rank_class_of, variants
-from adaptercache.kernels.tuning import fragment_blocks, rows_alike, sgmv_blocks
+from adaptercache.kernels.tuning import fragment_blocks, rows_alike, sgmv_blocks, sgmv_rank
 from adaptercache.layout import ArenaShape
 from kernel_cases import SHAPES, Case
 
@@ -57,34 +57,40 @@ class _Stack:
     dtype: torch.dtype = torch.bfloat16
 
 
-def _compile(
-    shape_name: str, rank_class: int, num_rows: int, blocks: Blocks, arena_rows: int
-) -> str:
+def kernels_rank(case: Case) -> int:
+    """That its kernels are compiled for."""
+    of_batch = rank_class_of if case.phase == "decode" else sgmv_rank
+    return of_batch(case.max_rank)
+
+
+def _compile(shape_name: str, rank: int, num_rows: int, blocks: Blocks, arena_rows: int) -> str:
     """What went wrong, or nothing."""
     shape = SHAPES[shape_name]
     stack: Any = _Stack(ArenaShape(arena_rows, 1, shape.page_bytes, 2), torch.device("cuda", 0))
     blocks.choose()
     try:
-        variants.compile_group(stack, shape.k, shape.widths, rank_class, num_rows)
+        variants.compile_group(stack, shape.k, shape.widths, rank, num_rows)
     except Exception as e:  # a choice that doesn't fit the GPU: told, and left out
-        return f"{shape_name} {rank_class} {blocks.changes}: {e!r}"
+        return f"{shape_name} {rank} {blocks.changes}: {e!r}"
     return ""
 
 
-def _rows_alike(case: Case) -> int:
+def _rows_alike(case: Case, rank: int) -> int:
     shape = SHAPES[case.shape]
     elements = len(shape.widths) * shape.k + sum(shape.widths)
-    return rows_alike(elements, rank_class_of(case.max_rank), case.tokens)
+    return rows_alike(elements, rank, case.tokens)
 
 
 def compile_all(wanted: Iterable[tuple[Case, Blocks]], arena_rows: int | None = None) -> list[str]:
-    """Compile what these cases launch with these blocks. Returns what went wrong."""
+    """Compile what these cases launch with these blocks, or would in a capture. Returns what went
+    wrong."""
     jobs = {
         (
-            *(case.shape, rank_class_of(case.max_rank), _rows_alike(case), blocks),
+            *(case.shape, rank, _rows_alike(case, rank), blocks),
             arena_rows or SHAPES[case.shape].rows,
         )
         for case, blocks in wanted
+        for rank in (kernels_rank(case), rank_class_of(case.max_rank))
     }
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=spawn) as pool:

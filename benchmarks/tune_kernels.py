@@ -1,5 +1,5 @@
 """Try block sizes around the rule's (`adaptercache/kernels/tuning.py`), one field at a time: in
-decode those of `fragments`, in prefill those of `sgmv`.
+decode those of `fragments`, in prefill those of `sgmv`. Or those that ``--try`` names.
 
 Prints, for each case, the time of the rule's choice and of every change to it that is faster. The
 rule is then changed by hand, where a change helps a kind of case and hurts none.
@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import torch
 
-from adaptercache.kernels import rank_class_of
 from adaptercache.kernels.tuning import fragment_blocks, sgmv_blocks
 from adaptercache.kernels.work import LONG
 from kernel_cases import SHAPES, Case, all_cases
-from kernel_compile import RULE, Blocks, compile_all
+from kernel_compile import RULE, Blocks, compile_all, kernels_rank
 from kernel_world import World
 
 # Programs of other sizes than these were never the faster ones.
@@ -44,14 +43,17 @@ FIELDS = {
         "expand_stages": (2, 3, 4),
     },
 }
-USUAL = r"decode/\w+/r(16|64)/t(64|256)/(distinct|a8|zipf)|prefill/\w+/r(16|64)/t(2048|8192)/a4"
+USUAL = r"decode/\w+/r(16|64)/t(64|256)/(distinct|a8|zipf)|prefill/\w+/r(16|32|64)/t(2048|8192)/a4"
 
 
-def changes(case: Case) -> Iterator[Blocks]:
-    """The rule's choice, and each that differs from it in one field."""
+def changes(case: Case, tried: Sequence[Blocks]) -> Iterator[Blocks]:
+    """The rule's choice, and ``tried``; where there are none, each that differs in one field."""
     yield RULE
+    yield from tried
+    if tried:
+        return
     shape = SHAPES[case.shape]
-    key = (shape.k, shape.widths, rank_class_of(case.max_rank))
+    key = (shape.k, shape.widths, kernels_rank(case))
     blocks = (
         fragment_blocks(*key, page_elems=shape.page_bytes // 2)
         if case.phase == "decode"
@@ -69,13 +71,22 @@ def changes(case: Case) -> Iterator[Blocks]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--only", default=USUAL, help="cases whose whole name matches this pattern")
+    parser.add_argument(
+        *("--try", "-t"),
+        dest="tried",
+        type=_blocks,
+        action="append",
+        default=[],
+        help="these alone, as in bk=64,splits=4; may be given several times",
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("tune_kernels needs a CUDA device, and there is none here")
     cases = [case for case in all_cases() if re.fullmatch(options.only, case.name)]
     if not cases:
         raise SystemExit(f"no case's name matches {options.only!r}")
-    print(*compile_all((case, blocks) for case in cases for blocks in changes(case)), sep="\n")
+    each = ((case, blocks) for case in cases for blocks in changes(case, options.tried))
+    print(*compile_all(each), sep="\n")
 
     def key(case: Case) -> tuple[str, str, str, int]:
         return (case.phase, case.shape, case.rank, case.slots)
@@ -84,15 +95,23 @@ def main() -> None:
         alike = list(group)
         world = World(alike)
         for case in alike:
-            tune(world, case)
+            tune(world, case, options.tried)
         del world
         torch.cuda.empty_cache()
 
 
-def tune(world: World, case: Case) -> None:
-    """Print what is faster than the rule for one case."""
+def _blocks(text: str) -> Blocks:
+    known = {name for fields in FIELDS.values() for name in fields}
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if unknown := {name for name, _, _ in pairs} - known:
+        raise argparse.ArgumentTypeError(f"no field is named {', '.join(sorted(unknown))}")
+    return Blocks(tuple((name, int(value)) for name, _, value in pairs))
+
+
+def tune(world: World, case: Case, tried: Sequence[Blocks]) -> None:
+    """Print what is faster than the rule for one case; of those to be tried, all."""
     measured: list[tuple[float, Blocks]] = []
-    for blocks in changes(case):
+    for blocks in changes(case, tried):
         blocks.choose(world.stack)
         try:
             measured.append((world.measure(case, milliseconds=5).us, blocks))
@@ -101,7 +120,7 @@ def tune(world: World, case: Case) -> None:
     ours = measured[0][0]
     print(f"{case.name}: {ours:.2f} us by the rule, target {case.limit_us:.2f}", flush=True)
     for us, blocks in sorted(measured, key=lambda pair: pair[0]):
-        if us < 0.99 * ours:
+        if tried or us < 0.99 * ours:
             print(f"   {us:8.2f} us  {blocks.changes}", flush=True)
 
 

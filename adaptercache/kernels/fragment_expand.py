@@ -40,9 +40,9 @@ def expand_run(
 
     A narrow entry, of up to 8 rows and 4 tokens, has twice as many blocks done at once: rows 8 to
     15 of B are its rows STRIPS blocks further, and of each two tokens the second is the first one
-    there. A block's B and y are asked for as soon as registers of another are free. The last blocks
-    are code of their own, since they are often the only ones, and done sooner where nothing
-    follows.
+    there. A block's B and y are asked for as soon as registers of another are free: 16 rows of B
+    when those of the block before are multiplied. The last blocks are code of their own, since they
+    are often the only ones, and done sooner where nothing follows.
     """
     # begin: of the module's B in the slot's vector. r: at most RANK. parts: pointer to float32
     # [tokens, CLASS / 16, SPLITS, 16] of the module.
@@ -107,24 +107,25 @@ def expand_run(
             PAGE_ELEMS, ROWS,
         )  # fmt: skip
         for strip in gl.static_range(STRIPS):
-            left = ()
+            new = gl.full([WARPS, 64, MOST], 0.0, gl.float32, mma_layout(WARPS))
             for chunk in gl.static_range(CHUNKS):
-                left += (_left(b[strip * CHUNKS + chunk], TYPE, WARPS),)
+                left = _left(b[strip * CHUNKS + chunk], TYPE, WARPS)
+                new = _plus(new, left, high, low, chunk, CHUNKS)
                 there = _there(row, r, its_blocks, strip, chunk)
                 next_b += (_load(columns, rows[strip * CHUNKS + chunk], there),)
-            new = _add(old[strip], _times(left, high, low, CHUNKS, MOST, WARPS), MOST, WARPS)
+            new = _add(old[strip], new, TYPE, MOST, WARPS)
             gl.store(y_at + strip * (BLOCK // 2), new, mask=live)
             its_y = next_at + strip * (BLOCK // 2)
             next_old += (gl.load(its_y, mask=live & (strip < y_blocks), other=0),)
         b, old, y_at = next_b, next_old, next_at
     for strip in gl.static_range(STRIPS):
         if strip < blocks:
-            last = ()
+            last = gl.full([WARPS, 64, MOST], 0.0, gl.float32, mma_layout(WARPS))
             for chunk in gl.static_range(CHUNKS):
-                last += (_left(b[strip * CHUNKS + chunk], TYPE, WARPS),)
-            last_new = _times(last, high, low, CHUNKS, MOST, WARPS)
-            last_new = _add(old[strip], last_new, MOST, WARPS)
-            gl.store(y_at + strip * (BLOCK // 2), last_new, mask=live & (strip < y_blocks))
+                left = _left(b[strip * CHUNKS + chunk], TYPE, WARPS)
+                last = _plus(last, left, high, low, chunk, CHUNKS)
+            last = _add(old[strip], last, TYPE, MOST, WARPS)
+            gl.store(y_at + strip * (BLOCK // 2), last, mask=live & (strip < y_blocks))
 
 
 @gluon.jit
@@ -211,8 +212,9 @@ def _right(
     for chunk in gl.static_range(RANK // 16):
         high += (h[chunk].to(TYPE),)
         if RANK <= 32:
-            off = h[chunk] - high[chunk].to(gl.float32)  # NaN, where h is infinite
-            low += (gl.where(off == off, off, 0.0).to(TYPE),)
+            off = h[chunk] - high[chunk].to(gl.float32)
+            # NaN where h is infinite, and infinite where only rounding made it so.
+            low += (gl.where(gl.abs(off) < float("inf"), off, 0.0).to(TYPE),)
     return high, low
 
 
@@ -235,25 +237,39 @@ def _left(b, TYPE: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _times(left, high, low, CHUNKS: gl.constexpr, MOST: gl.constexpr, WARPS: gl.constexpr):
-    """[warp, 64 columns, token]."""
-    new = gl.full([WARPS, 64, MOST], 0.0, gl.float32, mma_layout(WARPS))
-    for chunk in gl.static_range(CHUNKS):
-        if chunk < len(low):
-            new = mma_v2(left[chunk], low[chunk], new)
-        new = mma_v2(left[chunk], high[chunk], new)
-    return new
+def _plus(new, left, high, low, chunk: gl.constexpr, CHUNKS: gl.constexpr):
+    """What 16 rows add to [warp, 64 columns, token]."""
+    # CHUNKS: else Triton 3.6 takes four of high and none of low for two of each.
+    if chunk < len(low):
+        new = mma_v2(left, low[chunk], new)
+    return mma_v2(left, high[chunk], new)
 
 
 @gluon.jit
-def _add(old, new, MOST: gl.constexpr, WARPS: gl.constexpr):
-    """Products and bfloat16 y, by twos; rounded once."""
+def _add(old, new, TYPE: gl.constexpr, MOST: gl.constexpr, WARPS: gl.constexpr):
+    """Products and y, by twos; rounded once."""
     Y: gl.constexpr = y_layout(MOST, WARPS)
+    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32" if TYPE.is_bf16() else "cvt.rn.f16x2.f32"
     new = new.reshape([WARPS, 4, 2, 8, MOST]).permute([0, 4, 3, 1, 2])
     even, odd = gl.split(new.reshape([WARPS, MOST, 32, 2]))
-    even = gl.convert_layout(even, Y) + (old << 16).to(gl.float32, bitcast=True)
-    odd = gl.convert_layout(odd, Y) + (old & -65536).to(gl.float32, bitcast=True)
+    low, high = _two(old, TYPE)
+    even = gl.convert_layout(even, Y) + low
+    odd = gl.convert_layout(odd, Y) + high
     return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [odd, even],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        CONVERT + " $0, $1, $2;", "=r,r,r", [odd, even], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _two(bits, TYPE: gl.constexpr):
+    """The lower and the upper 16 bits, as float32."""
+    if TYPE.is_bf16():  # they are its upper ones
+        return (
+            (bits << 16).to(gl.float32, bitcast=True),
+            (bits & -65536).to(gl.float32, bitcast=True),
+        )
+    else:
+        return (
+            bits.to(gl.int16).to(TYPE, bitcast=True).to(gl.float32),
+            (bits >> 16).to(gl.int16).to(TYPE, bitcast=True).to(gl.float32),
+        )

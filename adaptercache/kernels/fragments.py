@@ -1,4 +1,4 @@
-"""BGMV by fragments: few tokens, bfloat16, ranks up to 64.
+"""BGMV by fragments: few tokens, of 16 bits a number, ranks up to 64.
 
 Gluon, so that layouts are ours: operands of the tensor cores' ``mma.m16n8k16`` come straight from
 global memory into the registers where it wants them (`fragment_layouts`), and shared memory only

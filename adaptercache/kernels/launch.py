@@ -12,8 +12,8 @@ from torch import Tensor
 from adaptercache.kernels.binary import INTERPRETED, Address, address
 from adaptercache.kernels.segments import LoraBatch
 from adaptercache.kernels.stack import Group
-from adaptercache.kernels.tuning import all_singles, modules_at_once
-from adaptercache.kernels.variants import Pair, pair_for
+from adaptercache.kernels.tuning import all_singles, modules_at_once, sgmv_rank
+from adaptercache.kernels.variants import Pair, compile_group, pair_for, scratch_of
 from adaptercache.kernels.work import LONG, SHORT
 
 __all__ = ["add_lora_triton"]
@@ -24,6 +24,8 @@ class _Launch:
     """A pair of launches for up to three modules of a group, and the arguments that stay."""
 
     pair: Pair
+    scratch: tuple[int, int]
+    """A row, of `LoraStack.scratch`."""
     modules: slice
     to_shrink: tuple[Address | int, ...]
     to_expand: tuple[Address | int, ...]
@@ -45,19 +47,22 @@ def add_lora_triton(
     x_at, x_stride = address(x), x.stride(0)
     outputs, strides, aligned = _outputs(y, group)
     aligned = aligned and not (x_stride % 16 or x.data_ptr() % 16)
-    kind = (batch.rank_class, rows <= SHORT, alone, batch.shape.is_small, rows > LONG, aligned)
+    of_batch: tuple[Any, ...] = (work,)
+    units, rank = rows, batch.rank_class
+    if not batch.shape.is_small:
+        of_batch = (work, batch.shape.max_groups)
+        if _is_captured(x):  # replays may bring more
+            units = batch.shape.max_groups
+        else:
+            units, rank = max(1, batch.num_groups), sgmv_rank(batch.max_rank)
+    of_rows = (rows <= SHORT, batch.shape.is_small, rows > LONG)
+    kind = (rank, batch.rank_class, *of_rows, alone, aligned)
     launches = group.launches.get(kind)
     if launches is None:
-        launches = group.launches[kind] = _launches(batch, group, alone, aligned)
-    of_batch: tuple[Any, ...] = (work,)
-    units = rows
-    if not batch.shape.is_small:
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        units = batch.shape.max_groups if capturing else max(1, batch.num_groups)
-        of_batch = (work, batch.shape.max_groups)
+        launches = group.launches[kind] = _launches(batch, group, rank, alone, aligned)
     for launch in launches:
         pair = launch.pair
-        sums, zeros = stack.scratch(rows * pair.scratch, rows * pair.counters)
+        sums, zeros = stack.scratch(*(rows * each for each in launch.scratch))
         partials = address(sums)
         counters = (address(zeros),) if pair.counters else ()
         pair.shrink.launch(
@@ -76,18 +81,31 @@ def add_lora_triton(
         batch.has_launched = True
 
 
-def _launches(batch: LoraBatch, group: Group, alone: bool, aligned: bool) -> tuple[_Launch, ...]:
-    stack, rank_class = batch.stack, batch.rank_class
-    at_once = modules_at_once(rank_class)
+def _is_captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _launches(
+    batch: LoraBatch, group: Group, rank: int, alone: bool, aligned: bool
+) -> tuple[_Launch, ...]:
+    stack, at_once = batch.stack, modules_at_once(rank)
+    k, rows = group.in_features, batch.num_rows
+    sums = zeros = 0
+    if rank != batch.rank_class and not INTERPRETED:
+        # A capture of the same call takes those of the class, and can neither compile nor allocate.
+        of_capture = (stack, k, group.widths, batch.rank_class, rows)
+        compile_group(*of_capture, aligned=aligned)
+        sums, zeros = scratch_of(*of_capture)
     tables = tuple(map(address, (stack.arena, stack.pages, stack.start, stack.rank)))
     launches = []
     for i in range(0, len(group.modules), at_once):
         modules = slice(i, i + at_once)
-        shape = (group.in_features, group.widths[modules], rank_class, batch.num_rows)
-        pair = pair_for(stack, *shape, all_singles=alone, aligned=aligned)
+        its = (k, group.widths[modules], rank, rows)
+        pair = pair_for(stack, *its, all_singles=alone, aligned=aligned)
         paging = (stack.table.stride(0), stack.shape.num_pages, *_three(group.sites[modules]))
         to_expand = (*tables, address(stack.scaling), *paging)
-        launches.append(_Launch(pair, modules, (*tables, *paging), to_expand))
+        scratch = max(pair.scratch, sums), max(pair.counters, zeros)
+        launches.append(_Launch(pair, scratch, modules, (*tables, *paging), to_expand))
     return tuple(launches)
 
 

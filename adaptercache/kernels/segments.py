@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -122,6 +123,13 @@ class LoraBatch:
 
     def __exit__(self, *_: object) -> None:
         self.has_ended = True
+
+    @cached_property
+    def max_rank(self) -> int:
+        """Of its own adapters, as far as it was told; of the base alone the rank class. A graph may
+        be replayed with higher ones, up to the rank class."""
+        its = (self._ranks.get(slot, self.rank_class) for slot, _ in self.segments if slot >= 0)
+        return max(its, default=self.rank_class)
 
     @property
     def token_slots(self) -> Tensor:

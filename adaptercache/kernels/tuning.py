@@ -18,6 +18,7 @@ from adaptercache.kernels.work import LARGE_TILE, LONG, SHORT, SMALL
 __all__ = [
     "Bgmv",
     "Fragments",
+    "SGMV_RANKS",
     "Sgmv",
     "all_singles",
     "bgmv_blocks",
@@ -25,7 +26,12 @@ __all__ = [
     "modules_at_once",
     "rows_alike",
     "sgmv_blocks",
+    "sgmv_rank",
 ]
+
+SGMV_RANKS = (16, 32, 64, 128, 256, 512)
+"""That `sgmv`'s kernels are compiled for: the rank classes, and 32, since three modules' rows of A
+for rank 64 leave a multiprocessor room for one program."""
 
 UNALIGNED = 32
 """Columns at once where a width is no multiple of 16: every element looks up its own page."""
@@ -34,6 +40,8 @@ FROM_L2 = 20 << 20
 SHARED_BYTES = 160 << 10
 """Of a multiprocessor's shared memory, for one program: what data-center GPUs since the A100 have.
 Others get fewer stages (see `Binary.compile`)."""
+HALF_BYTES = 112 << 10
+"""Likewise, for one of two programs: what data-center GPUs since the H100 have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,11 @@ class Sgmv:
 def modules_at_once(rank_class: int) -> int:
     """Modules of a group that one pair of launches takes: as registers allow."""
     return 3 if rank_class <= 64 else 1
+
+
+def sgmv_rank(largest: int) -> int:
+    """Of the kernels for a batch of ranks up to ``largest``."""
+    return next(rank for rank in SGMV_RANKS if largest <= rank)
 
 
 def _divisor(widths: Sequence[int], most: int) -> int:
@@ -161,8 +174,8 @@ def bgmv_blocks(
 def fragment_blocks(
     in_features: int, out_features: Sequence[int], rank_class: int, *, page_elems: int
 ) -> Fragments | None:
-    """For few tokens in bfloat16. None: registers don't do for the rank class, or a width is no
-    multiple of 64, or a cell none of 512.
+    """For few tokens of 16 bits a number. None: registers don't do for the rank class, or a width
+    is no multiple of 64, or a cell none of 512.
 
     Bytes on their way are what counts: as many programs to a multiprocessor as their registers
     allow. Eight warps to a shrink make the parts fewer that an expand reads: over
@@ -186,34 +199,35 @@ def fragment_blocks(
 def sgmv_blocks(
     in_features: int,
     out_features: Sequence[int],
-    rank_class: int,
+    rank: int,
     *,
     itemsize: int,
     is_long: bool,
 ) -> Sgmv:
-    """For many tokens; ``is_long``: over 2,048, which are parallel enough with few splits of K."""
+    """For many tokens; ``is_long``: over 2,048, which are parallel enough with few splits of K.
+    Up to rank 32, two shrinks fit a multiprocessor, and so more bytes are on their way."""
 
     def stages(bk: int) -> int:
         """Of the shrink's pipeline, as shared memory allows."""
-        columns = (LARGE_TILE + len(out_features) * rank_class) * itemsize
-        return min(4, SHARED_BYTES // (columns * bk))
+        columns = (LARGE_TILE + len(out_features) * rank) * itemsize
+        return min(4, (SHARED_BYTES if rank > 32 else HALF_BYTES) // (columns * bk))
 
-    longest = 128 if rank_class <= 64 else 64
+    longest = 128 if rank <= 64 else 64
     bk = _divisor([in_features], longest if stages(longest) >= 3 else 64)
-    bn = _divisor(out_features, max(16, min(128, 8192 // rank_class)))
-    wide = rank_class <= 128
-    splits = (2 if is_long else 8) if rank_class <= 16 else 1 if is_long else 4
+    bn = _divisor(out_features, max(16, min(128, 8192 // rank)))
+    wide = rank <= 128
+    splits = (2 if is_long else 8) if rank <= 32 else 1 if is_long else 4
     if min(bk, bn) < 16:
-        bk, bn, wide = UNALIGNED, max(16, min(UNALIGNED, 4096 // rank_class)), False
+        bk, bn, wide = UNALIGNED, max(16, min(UNALIGNED, 4096 // rank)), False
     return Sgmv(
         bk=bk,
         splits=max(1, min(in_features // 512, splits)),
         bn=bn,
-        shrink_strip=LARGE_TILE if wide else 32 if rank_class > 128 else 16,
-        expand_strip=(32 if rank_class != 64 else 64) if wide else 16,
-        sum_at_once=max(1, 128 // rank_class),
-        shrink_warps=4 if rank_class <= 16 else 8,
-        expand_warps=4 if 16 < rank_class <= 256 else 8,
+        shrink_strip=LARGE_TILE if wide else 32 if rank > 128 else 16,
+        expand_strip=(64 if rank in (32, 64) else 32) if wide else 16,
+        sum_at_once=max(1, 128 // rank),
+        shrink_warps=4 if rank <= 32 else 8,
+        expand_warps=4 if 32 < rank <= 256 else 8,
         shrink_stages=stages(bk) if wide else 2,
         expand_stages=3 if wide else 2,
     )

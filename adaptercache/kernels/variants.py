@@ -32,7 +32,7 @@ _MOST = 16 << 32
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A shrink and its expand, for one shape of group and rank class."""
+    """A shrink and its expand, for one shape of group and one rank (see `pair_for`)."""
 
     shrink: Binary
     expand: Binary
@@ -50,16 +50,17 @@ def pair_for(
     stack: LoraStack,
     k: int,
     widths: Sequence[int],
-    rank_class: int,
+    rank: int,
     num_rows: int,
     *,
     all_singles: bool,
     aligned: bool = True,
 ) -> Pair:
-    """The binaries for modules of these widths that share an input of width ``k``. ``aligned``: as
-    they will be launched (see `Binary.launch`)."""
+    """The binaries for modules of these widths that share an input of width ``k``. ``rank``: a
+    class, or for many rows one of `tuning.SGMV_RANKS`. ``aligned``: as they will be launched (see
+    `Binary.launch`)."""
     stacks = (stack.device, stack.dtype, stack.shape.page_elems, stack.shape.rows)
-    shape = (k, tuple(widths), rank_class)
+    shape = (k, tuple(widths), rank)
     if num_rows <= SMALL:
         if aligned and _takes_fragments(stack):
             pair = _fragments_pair(*stacks, *shape)
@@ -70,44 +71,47 @@ def pair_for(
 
 
 def _takes_fragments(stack: LoraStack) -> bool:
-    if not (_HAS_GLUON and stack.dtype == torch.bfloat16 and has_mma(stack.device)):
+    if not (_HAS_GLUON and stack.dtype.itemsize == 2 and has_mma(stack.device)):
         return False
     shape = stack.shape
     return shape.rows * shape.num_pages * shape.page_elems <= _MOST
 
 
 def compile_group(
-    stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
+    stack: LoraStack,
+    k: int,
+    widths: Sequence[int],
+    rank: int,
+    num_rows: int,
+    *,
+    aligned: bool = True,
 ) -> None:
     """Compile what batches of ``num_rows`` rows need for modules of these widths.
 
     What is compiled lies in Triton's cache on disk, for other processes too.
     """
-    for pair in _pairs(stack, k, widths, rank_class, num_rows):
+    for pair in _pairs(stack, k, widths, rank, num_rows, aligned):
         for follows in {False, pair.pdl}:
-            pair.shrink.compile(aligned=True, pdl=follows)
-        pair.expand.compile(aligned=True, pdl=pair.pdl)
+            pair.shrink.compile(aligned=aligned, pdl=follows)
+        pair.expand.compile(aligned=aligned, pdl=pair.pdl)
 
 
 def scratch_of(
-    stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
+    stack: LoraStack, k: int, widths: Sequence[int], rank: int, num_rows: int
 ) -> tuple[int, int]:
-    """What they need of `LoraStack.scratch`."""
-    pairs = list(_pairs(stack, k, widths, rank_class, num_rows))
-    return (
-        num_rows * max(pair.scratch for pair in pairs),
-        num_rows * max(pair.counters for pair in pairs),
-    )
+    """What each of their rows needs of `LoraStack.scratch`."""
+    pairs = list(_pairs(stack, k, widths, rank, num_rows, True))
+    return max(pair.scratch for pair in pairs), max(pair.counters for pair in pairs)
 
 
 def _pairs(
-    stack: LoraStack, k: int, widths: Sequence[int], rank_class: int, num_rows: int
+    stack: LoraStack, k: int, widths: Sequence[int], rank: int, num_rows: int, aligned: bool
 ) -> Iterator[Pair]:
-    at_once = modules_at_once(rank_class)
-    alone = all_singles(len(widths) * k + sum(widths), rank_class, num_rows)
+    at_once = modules_at_once(rank)
+    alone = all_singles(len(widths) * k + sum(widths), rank, num_rows)
     for i in range(0, len(widths), at_once):
         its = widths[i : i + at_once]
-        yield pair_for(stack, k, its, rank_class, num_rows, all_singles=alone)
+        yield pair_for(stack, k, its, rank, num_rows, all_singles=alone, aligned=aligned)
 
 
 @lru_cache(maxsize=4096)
@@ -220,14 +224,14 @@ def _sgmv_pair(
     rows: int,
     k: int,
     widths: tuple[int, ...],
-    rank_class: int,
+    rank: int,
     is_long: bool,
 ) -> Pair:
-    blocks = sgmv_blocks(k, widths, rank_class, itemsize=dtype.itemsize, is_long=is_long)
+    blocks = sgmv_blocks(k, widths, rank, itemsize=dtype.itemsize, is_long=is_long)
     types = _types(dtype, torch.int32, 2)
     aligned = not (k % blocks.bk or any(width % blocks.bn for width in widths))
     both = {
-        **{"K": k, "M": len(widths), "SPLITS": blocks.splits, "RANK": rank_class},
+        **{"K": k, "M": len(widths), "SPLITS": blocks.splits, "RANK": rank},
         **{"BM": LARGE_TILE, **_paged(device, dtype, page_elems, rows, aligned)},
     }
     shrink = {
@@ -243,7 +247,7 @@ def _sgmv_pair(
         Binary(sgmv.sgmv_shrink, device, shrink, types[0], blocks.shrink_warps),
         Binary(sgmv.sgmv_expand, device, expand, types[1], blocks.expand_warps, is_persistent=True),
         pdl=has_pdl(device),
-        scratch=len(widths) * blocks.splits * rank_class,
+        scratch=len(widths) * blocks.splits * rank,
         counters=LARGE_TILE // blocks.shrink_strip,
         shrink_programs=blocks.splits * (LARGE_TILE // blocks.shrink_strip),
         expand_programs=columns * (LARGE_TILE // blocks.expand_strip),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from adaptercache.kernels.integers import integer
 from adaptercache.kernels.segments import RANK_CLASSES, rank_class_of
 from adaptercache.kernels.stack import LoraStack
-from adaptercache.kernels.tuning import rows_alike
-from adaptercache.kernels.work import LONG
+from adaptercache.kernels.tuning import SGMV_RANKS, rows_alike
+from adaptercache.kernels.work import LONG, SMALL
 
 __all__ = ["warmup"]
 
@@ -48,16 +48,17 @@ def warmup(
     largest = rank_class_of(stack.layout.max_rank)
     wanted = []
     for k, outs in sorted(widths):
-        for rank_class in [each for each in RANK_CLASSES if each <= largest]:
-            rows = 0
+        for rank in [each for each in SGMV_RANKS if each <= largest]:
+            rows = 0 if rank in RANK_CLASSES else SMALL
             while rows < num_rows:
-                most = rows_alike(len(outs) * k + sum(outs), rank_class, rows + 1)
+                most = rows_alike(len(outs) * k + sum(outs), rank, rows + 1)
                 rows = num_rows if most > LONG else min(most, num_rows)
-                wanted.append((k, outs, rank_class, rows))
-    sizes = [scratch_of(stack, *each) for each in wanted]
+                wanted.append((k, outs, rank, rows))
+    sizes = [(*scratch_of(stack, *each), each[-1]) for each in wanted]
     # All of it at once: what is outgrown would be kept, for graphs that were captured with it.
     stack.scratch(
-        max((sums for sums, _ in sizes), default=0), max((n for _, n in sizes), default=0)
+        max((rows * sums for sums, _, rows in sizes), default=0),
+        max((rows * zeros for _, zeros, rows in sizes), default=0),
     )
     for each in wanted:
         compile_group(stack, *each)

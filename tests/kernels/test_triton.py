@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from adaptercache.base_model import BaseModel
-from adaptercache.kernels import LoraBatch, LoraStack, add_lora, binary, tuning, variants
+from adaptercache.kernels import LoraBatch, LoraStack, add_lora, binary, launch, tuning, variants
 from adaptercache.kernels.launch import add_lora_triton
 from adaptercache.kernels.segments import rank_class_of
 from adaptercache.layout import ArenaShape, LoraLayout
@@ -232,6 +232,16 @@ def test_an_arena_that_32_bits_cannot_count_is_not_for_fragments(
     assert not variants._takes_fragments(for_fragments)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "takes"), [(torch.float16, True), (torch.float32, False)], ids=str
+)
+def test_numbers_of_16_bits_are_for_fragments(
+    dtype: torch.dtype, takes: bool, for_fragments: LoraStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(for_fragments, "dtype", dtype)
+    assert variants._takes_fragments(for_fragments) == takes
+
+
 def test_a_gpu_of_before_ampere_is_not_for_fragments(
     for_fragments: LoraStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +262,7 @@ def test_another_makers_gpu_is_asked_for_nothing_of_nvidias(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     st.sampled_from(
@@ -265,7 +276,8 @@ def test_another_makers_gpu_is_asked_for_nothing_of_nvidias(
     st.integers(0, 2),
     st.integers(0, 1 << 20),
 )
-def test_multiples_of_64_in_bfloat16_and_any_segments(
+def test_multiples_of_64_and_any_segments(
+    dtype: str,
     shape: tuple[int, list[int]],
     ranks: list[int],
     segments: list[tuple[int, int]],
@@ -275,7 +287,7 @@ def test_multiples_of_64_in_bfloat16_and_any_segments(
     k, widths = shape
     sites = 2 * len(widths)
     each = [ranks[at : at + sites] for at in (0, 6, 12)]
-    world = World(layout_of(k, widths, "bfloat16"), each, 1 + seed % 3, 2048, seed)
+    world = World(layout_of(k, widths, dtype), each, 1 + seed % 3, 2048, seed)
     check(world, segments, seed % 2, pad=pad)
 
 
@@ -285,6 +297,56 @@ def test_prefill(dtype: str) -> None:
     world = World(layout, [[16, 16, 4, 4], [64, 8, 0, 8], [0, 0, 16, 0]], 2, 1024, seed=1)
     for layer in (0, 1):
         check(world, [(0, 300), (-1, 7), (1, 200), (2, 33), (0, 5)], layer, rows=560)
+
+
+@pytest.mark.parametrize(("dtype", "layer"), [("float32", 0), ("bfloat16", 1)])
+def test_prefill_of_ranks_up_to_32(dtype: str, layer: int) -> None:
+    """Of 24 and 32, with lower ones, and a module that an adapter lacks."""
+    layout = layout_of(256, [256, 64, 64], dtype)
+    ranks = [[24, 32, 8, 1, 1, 1], [8, 0, 8, 32, 17, 24], [32, 32, 0, 0, 0, 16]]
+    world = World(layout, ranks, 2, 1024, seed=1)
+    check(world, [(0, 300), (-1, 7), (1, 200), (2, 33), (0, 5)], layer, rows=560)
+
+
+PREFILL = [(0, 500), (1, 20)]
+
+
+@pytest.mark.parametrize(
+    ("segments", "told", "captured", "rank"),
+    [
+        (PREFILL, {0: 24, 1: 8}, False, 32),
+        ([(2, 500), (1, 20)], {2: 16, 1: 8}, False, 16),
+        (PREFILL, {0: 24, 1: 33}, False, 64),
+        (PREFILL, {0: 24}, False, 64),  # nobody knows the other's
+        (PREFILL, {0: 24, 1: 8}, True, 64),  # replays may bring higher ones
+        ([(-1, 520)], {}, False, 64),
+        ([(0, 5), (1, 2)], {0: 24, 1: 8}, False, 64),  # decode's kernels are of classes
+    ],
+    ids=str,
+)
+def test_prefill_takes_kernels_of_its_own_ranks(
+    segments: list[tuple[int, int]],
+    told: dict[int, int],
+    captured: bool,
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+
+    def pair_for(stack: LoraStack, k: int, widths: Any, its: int, rows: int, **how: Any) -> Any:
+        taken.append(its)
+        return variants.pair_for(stack, k, widths, its, rows, **how)
+
+    monkeypatch.setattr(launch, "pair_for", pair_for)
+    monkeypatch.setattr(launch, "_is_captured", lambda x: captured)
+    world = World(layout_of(32, [32], "float32"), [[24, 1], [8, 1], [16, 1]], 1, 512, seed=4)
+    x = torch.randn(520, 32)
+    batch = LoraBatch(world.stack, segments, rank_class=64, ranks=told)
+    x, y = x[: batch.num_rows], torch.zeros(batch.num_rows, 32, device=DEVICE)
+    add_lora_triton([y], x.to(DEVICE), batch, world.stack.group(0, ("m0_proj",)))
+    assert taken == [rank]
+    want, magnitude = world.want(x, batch.token_slots.tolist(), 0)
+    assert ((y.cpu() - want).abs() <= 2e-6 * magnitude).all()
 
 
 def test_equal_inputs_give_equal_bits() -> None:
@@ -301,16 +363,25 @@ def test_equal_inputs_give_equal_bits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rank_class", "ranks"),
-    [(16, [16] * 6), (16, [7] * 6), (64, [64] * 6), (64, [8, 64, 16] * 2), (64, [20, 5, 16] * 2)],
+    ("rank_class", "ranks", "dtype"),
+    [
+        (16, [16] * 6, torch.bfloat16),
+        (16, [7] * 6, torch.bfloat16),
+        (64, [64] * 6, torch.bfloat16),
+        (64, [8, 64, 16] * 2, torch.bfloat16),
+        (64, [20, 5, 16] * 2, torch.bfloat16),
+        (64, [8, 64, 32] * 2, torch.float16),
+    ],
     ids=str,
 )
-def test_a_token_has_the_same_bits_in_whatever_company(rank_class: int, ranks: list[int]) -> None:
-    """In bfloat16, up to rank 64 and 512 rows: see `fragments`."""
-    layout = layout_of(4096, [4096, 1024, 1024], "bfloat16")
+def test_a_token_has_the_same_bits_in_whatever_company(
+    rank_class: int, ranks: list[int], dtype: torch.dtype
+) -> None:
+    """Of 16 bits a number, up to rank 64 and 512 rows: see `fragments`."""
+    layout = layout_of(4096, [4096, 1024, 1024], str(dtype).removeprefix("torch."))
     others_ranks = [[rank_class // 4] * 6, [rank_class // 2 + 1] * 6]
     world = World(layout, [ranks, *others_ranks], 4, 32768, seed=2)
-    x = torch.randn(1, 4096, dtype=torch.bfloat16, device=DEVICE)
+    x = torch.randn(1, 4096, dtype=dtype, device=DEVICE)
     group, results = world.stack.group(0, ("m0_proj", "m1_proj", "m2_proj")), []
     for segments in (
         *([(0, 1)], [(1, 1), (0, 2)], [(0, 5)], [(0, 40)], [(2, 30), (1, 100), (0, 17)]),
@@ -318,8 +389,8 @@ def test_a_token_has_the_same_bits_in_whatever_company(rank_class: int, ranks: l
     ):
         rows = sum(tokens for _, tokens in segments)
         batch = LoraBatch(world.stack, segments, pad_to=rows + len(results), rank_class=rank_class)
-        y = torch.zeros(batch.num_rows, 6144, dtype=torch.bfloat16, device=DEVICE)
-        others = torch.randn(batch.num_rows, 4096, dtype=torch.bfloat16, device=DEVICE)
+        y = torch.zeros(batch.num_rows, 6144, dtype=dtype, device=DEVICE)
+        others = torch.randn(batch.num_rows, 4096, dtype=dtype, device=DEVICE)
         others[rows - 1] = x[0]
         add_lora_triton(y, others, batch, group)
         results.append(y[rows - 1].cpu())
@@ -440,6 +511,28 @@ def test_a_graph_captured_once_serves_other_batches() -> None:
         want, magnitude = (torch.cat(each, dim=1) for each in zip(*wanted, strict=True))
         error = ((y.double().cpu() - want).abs() / magnitude.clamp(min=1e-9)).max()
         assert error <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+def test_a_prefill_that_was_made_once_may_be_captured_for_higher_ranks() -> None:
+    """Without a warm-up: its own kernels are of rank 32, those of the graph of the rank class."""
+    layout = layout_of(256, [256, 64, 64], "bfloat16")
+    world = World(layout, [[24] * 6, [64] * 6], 2, 1024, seed=2)
+    x = torch.randn(600, 256, dtype=torch.bfloat16, device=DEVICE)
+    y = torch.zeros(600, 384, dtype=torch.bfloat16, device=DEVICE)
+    modules = ["m0_proj", "m1_proj", "m2_proj"]
+    batch = LoraBatch(world.stack, [(0, 600)], rank_class=64, ranks={0: 24})
+    add_lora(y, x, batch, modules, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_lora(y, x, batch, modules, 0)
+    LoraBatch(world.stack, [(1, 300), (0, 300)], rank_class=64)
+    y.zero_()
+    graph.replay()
+    wanted = [world.want(x.cpu(), [1] * 300 + [0] * 300, index) for index in range(3)]
+    want, magnitude = (torch.cat(each, dim=1) for each in zip(*wanted, strict=True))
+    error = ((y.double().cpu() - want).abs() / magnitude.clamp(min=1e-9)).max()
+    assert error <= TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("sums_up_to", [40 * 17, 40 * 17 - 1], ids=["singles", "groups"])

@@ -6,24 +6,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from adaptercache.kernels import LoraStack, warmup
-from adaptercache.testing import any_device
-
 pytest.importorskip("triton")
 
+from adaptercache.kernels import LoraStack, variants, warmup
+from adaptercache.testing import any_device
 
-def stack(slots: int = 2) -> LoraStack:
+
+def stack(slots: int = 2, rank: int = 8) -> LoraStack:
     widths = {"q_proj": (256, 256), "k_proj": (256, 128), "o_proj": (256, 256)}
     dtype = torch.bfloat16
     return LoraStack.from_dense(
         {
             (0, module): (
-                torch.randn(slots, 8, k, dtype=dtype, device=any_device()),
-                torch.randn(slots, n, 8, dtype=dtype, device=any_device()),
+                torch.randn(slots, rank, k, dtype=dtype, device=any_device()),
+                torch.randn(slots, n, rank, dtype=dtype, device=any_device()),
                 [1.0] * slots,
             )
             for module, (k, n) in widths.items()
@@ -51,6 +52,31 @@ def test_layers_may_lack_modules() -> None:
     warmup(LoraStack.from_dense({(0, "q_proj"): (a, b, [1.0]), (1, "o_proj"): (a, b, [1.0])}))
 
 
+@pytest.mark.parametrize(
+    ("max_rank", "few", "many"),
+    [(16, {16}, {16}), (17, {16, 64}, {16, 32, 64}), (65, {16, 64, 128}, {16, 32, 64, 128})],
+)
+def test_prefill_has_kernels_for_rank_32_too(
+    max_rank: int, few: set[int], many: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = stack(rank=max_rank)
+    compiled, reserved = [], []
+
+    def compile_group(of: LoraStack, k: int, widths: Any, rank: int, rows: int) -> None:
+        compiled.append((rank, rows))
+        needed.append([rows * each for each in variants.scratch_of(of, k, widths, rank, rows)])
+
+    needed: list[list[int]] = []
+    monkeypatch.setattr(variants, "compile_group", compile_group)
+    monkeypatch.setattr(its, "scratch", lambda *numels: reserved.append(numels))
+    monkeypatch.setattr(its, "device", torch.device("cuda", 7))
+    warmup(its, [("q_proj", "k_proj")], num_rows=5000)
+    assert {rank for rank, rows in compiled if rows <= 512} == few
+    for rows in (2048, 5000):
+        assert {rank for rank, each in compiled if each == rows} == many
+    assert reserved == [tuple(max(column) for column in zip(*needed, strict=True))]
+
+
 PROGRAM = """
 import sys
 import torch
@@ -60,7 +86,7 @@ from test_warmup import stack
 
 compiled = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: cache_hit or compiled.append(1)
-stack = stack()
+stack = stack(rank=int(sys.argv[1]))
 warmup(stack, num_rows=1024)
 print(len(compiled), "compiled by warmup")
 compiled.clear()
@@ -72,18 +98,25 @@ for rows in (1, 7, 64, 512, 513, 1024):
     for _ in range(2):
         add_lora(y, x, batch, ["q_proj", "k_proj"], 0)
         add_lora(y[:, :256], x, batch, ["o_proj"], 0)
+    batch = LoraBatch(stack, [], pad_to=rows)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        add_lora(y, x, batch, ["q_proj", "k_proj"], 0)
 print(len(compiled), "compiled by steps")
 """
 
 
 @pytest.mark.gpu
-def test_steps_and_a_second_process_compile_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [8, 24])
+def test_steps_and_a_second_process_compile_nothing(tmp_path: Path, rank: int) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
 
     def lines() -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+            [sys.executable, "-c", PROGRAM, str(rank)],
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()

@@ -25,6 +25,8 @@ def read(bits: Lanes, kind: str) -> Lanes:
         return np.asarray(bits.astype(np.uint32).view(np.float32))
     if kind == "bf16":
         return read(bits << np.uint64(16), "f32")
+    if kind == "f16":
+        return np.asarray(bits.astype(np.uint16).view(np.float16).astype(np.float32))
     unused = 64 - int(kind[1:])
     number: Lanes = bits.astype(np.int64 if kind[0] == "s" else np.uint64)
     number = (number << unused) >> unused
@@ -42,6 +44,12 @@ def bfloat16(value: Lanes) -> Lanes:
     bits = bits_of(value)
     rounded = (bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
     return np.asarray(np.where(np.isnan(value), np.uint64(0x7FFF), rounded))
+
+
+def float16(value: Lanes) -> Lanes:
+    """The bits, rounded likewise."""
+    bits = value.astype(np.float16).view(np.uint16).astype(np.uint64)
+    return np.asarray(np.where(np.isnan(value), np.uint64(0x7FFF), bits))
 
 
 def _quotient(a: Lanes, b: Lanes) -> Lanes:
@@ -64,13 +72,15 @@ def _fused(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
 
 
 COMPARE: dict[str, Callable[..., Lanes]] = {
-    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq")},
+    "ne": lambda a, b: (a < b) | (a > b),  # of a NaN it is false
     "num": lambda a, b: (a == a) & (b == b),
 }
 ARITHMETIC: dict[str, Callable[..., Lanes]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "neg": lambda a: -a,
+    "abs": np.abs,
     "mul": lambda a, b: a * b,
     "mul.lo": lambda a, b: a * b,
     "mul.wide": lambda a, b: a * b,
@@ -92,12 +102,17 @@ ARITHMETIC: dict[str, Callable[..., Lanes]] = {
     "prmt": _permuted,
     "selp": lambda a, b, which: np.asarray(np.where(which, a, b)),
 }
-OF_FLOAT32 = {"add", "sub", "mul", "fma", "neg", "selp"}
+OF_FLOAT32 = {"add", "sub", "mul", "fma", "neg", "abs", "selp"}
 ROUNDED: dict[str, Callable[..., Lanes]] = {
     "cvt.f32.bf16": lambda a: bits_of(read(a, "bf16")),
     "cvt.rn.bf16.f32": lambda a: bfloat16(read(a, "f32")),
     "cvt.rn.bf16x2.f32": lambda a, b: (
         bfloat16(read(a, "f32")) << np.uint64(16) | bfloat16(read(b, "f32"))
+    ),
+    "cvt.f32.f16": lambda a: bits_of(read(a, "f16")),
+    "cvt.rn.f16.f32": lambda a: float16(read(a, "f32")),
+    "cvt.rn.f16x2.f32": lambda a, b: (
+        float16(read(a, "f32")) << np.uint64(16) | float16(read(b, "f32"))
     ),
 }
 

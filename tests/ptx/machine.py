@@ -16,6 +16,8 @@ NOBODYS = np.uint64(0xFFFFFFFF)
 """What a register holds of threads that have not written it: as float32 a NaN."""
 LANE, GROUP, FOURTH = np.arange(32), np.arange(32) // 4, np.arange(32) % 4
 
+MULTIPLY = {f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32" for kind in ("bf16", "f16")}
+
 T = TypeVar("T")
 
 
@@ -98,7 +100,7 @@ class Machine:
             self._access(its, active)
         elif kind in ("ldmatrix", "stmatrix"):
             self._matrix(its)
-        elif its.op == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32":
+        elif its.op in MULTIPLY:
             self._multiply(its, active)
         elif kind == "mov":
             self._move(its, active)
@@ -227,16 +229,17 @@ class Machine:
     def _multiply(self, its: Instruction, active: Lanes) -> None:
         """``D = A B + C`` of each warp: rounded once, so that no order shows but the program's."""
         target, *sources = [_is(tuple, each, its) for each in its.operands]
+        kind = its.op.split(".")[-2]
         a, b, c = ([self._value(each).reshape(-1, 32) for each in source] for source in sources)
         warps = self._program.threads // 32
         left, right = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
         sums = np.zeros((warps, 16, 8))
         for place, bits in enumerate(a):
             row, k = GROUP + 8 * (place % 2), 2 * FOURTH + 8 * (place // 2)
-            left[:, row, k], left[:, row, k + 1] = _two(bits)
+            left[:, row, k], left[:, row, k + 1] = _two(bits, kind)
         for place, bits in enumerate(b):
             k = 2 * FOURTH + 8 * place
-            right[:, k, GROUP], right[:, k + 1, GROUP] = _two(bits)
+            right[:, k, GROUP], right[:, k + 1, GROUP] = _two(bits, kind)
         for place, bits in enumerate(c):
             row, column = GROUP + 8 * (place // 2), 2 * FOURTH + place % 2
             sums[:, row, column] = read(bits, "f32")
@@ -247,8 +250,8 @@ class Machine:
             self._put(register, value.view(np.uint32).astype(np.uint64), active)
 
 
-def _two(bits: Lanes) -> tuple[Lanes, Lanes]:
-    return read(bits & np.uint64(0xFFFF), "bf16"), read(bits >> np.uint64(16), "bf16")
+def _two(bits: Lanes, kind: str) -> tuple[Lanes, Lanes]:
+    return read(bits & np.uint64(0xFFFF), kind), read(bits >> np.uint64(16), kind)
 
 
 def _is(kind: type[T], operand: Operand, its: Instruction) -> T:
