@@ -24,7 +24,8 @@ class _Launch:
     """A pair of launches for up to three modules of a group, and the arguments that stay."""
 
     pair: Pair
-    scratch: tuple[int, int]
+    sums: int
+    counters: int
     """A row, of `LoraStack.scratch`."""
     modules: slice
     to_shrink: tuple[Address | int, ...]
@@ -62,7 +63,7 @@ def add_lora_triton(
         launches = group.launches[kind] = _launches(batch, group, rank, alone, aligned)
     for launch in launches:
         pair = launch.pair
-        sums, zeros = stack.scratch(*(rows * each for each in launch.scratch))
+        sums, zeros = stack.scratch(rows * launch.sums, rows * launch.counters)
         partials = address(sums)
         counters = (address(zeros),) if pair.counters else ()
         pair.shrink.launch(
@@ -90,12 +91,12 @@ def _launches(
 ) -> tuple[_Launch, ...]:
     stack, at_once = batch.stack, modules_at_once(rank)
     k, rows = group.in_features, batch.num_rows
-    sums = zeros = 0
+    sums = counters = 0
     if rank != batch.rank_class and not INTERPRETED:
         # A capture of the same call takes those of the class, and can neither compile nor allocate.
         of_capture = (stack, k, group.widths, batch.rank_class, rows)
         compile_group(*of_capture, aligned=aligned)
-        sums, zeros = scratch_of(*of_capture)
+        sums, counters = scratch_of(*of_capture)
     tables = tuple(map(address, (stack.arena, stack.pages, stack.start, stack.rank)))
     launches = []
     for i in range(0, len(group.modules), at_once):
@@ -104,8 +105,8 @@ def _launches(
         pair = pair_for(stack, *its, all_singles=alone, aligned=aligned)
         paging = (stack.table.stride(0), stack.shape.num_pages, *_three(group.sites[modules]))
         to_expand = (*tables, address(stack.scaling), *paging)
-        scratch = max(pair.scratch, sums), max(pair.counters, zeros)
-        launches.append(_Launch(pair, scratch, modules, (*tables, *paging), to_expand))
+        scratch = max(pair.scratch, sums), max(pair.counters, counters)
+        launches.append(_Launch(pair, *scratch, modules, (*tables, *paging), to_expand))
     return tuple(launches)
 
 
