@@ -69,7 +69,7 @@ def test_prefill_has_kernels_for_rank_32_too(
     needed: list[list[int]] = []
     monkeypatch.setattr(variants, "compile_group", compile_group)
     monkeypatch.setattr(its, "scratch", lambda *numels: reserved.append(numels))
-    monkeypatch.setattr(its, "device", torch.device("cuda", 7))
+    monkeypatch.setattr(its, "device", torch.device("cuda"))
     warmup(its, [("q_proj", "k_proj")], num_rows=5000)
     assert {rank for rank, rows in compiled if rows <= 512} == few
     for rows in (2048, 5000):
