@@ -84,13 +84,14 @@ def expand_run(
     place, its_rows, those = _parts_of(
         work, which, tokens, is_narrow, r, SPLITS, CLASS, RANK, MOST, WARPS
     )  # fmt: skip
+    before, after = _scales(scale, TYPE)
     if PDL:
         wait()
     old = ()
     for strip in gl.static_range(STRIPS):
         old += (gl.load(y_at + strip * (BLOCK // 2), mask=live & (strip < y_blocks), other=0),)
     high, low = _right(
-        parts, place, those, its_rows, scale, TYPE, SPLITS, AT_ONCE, RANK, MOST, WARPS
+        parts, place, those, its_rows, before, TYPE, SPLITS, AT_ONCE, RANK, MOST, WARPS
     )  # fmt: skip
     SPAN: gl.constexpr = STRIPS * BLOCK
     more = gl.where(is_narrow, 2, 1)
@@ -113,7 +114,7 @@ def expand_run(
                 new = _plus(new, left, high, low, chunk, CHUNKS)
                 there = _there(row, r, its_blocks, strip, chunk)
                 next_b += (_load(columns, rows[strip * CHUNKS + chunk], there),)
-            new = _add(old[strip], new, TYPE, MOST, WARPS)
+            new = _add(old[strip], new, after, TYPE, MOST, WARPS)
             gl.store(y_at + strip * (BLOCK // 2), new, mask=live)
             its_y = next_at + strip * (BLOCK // 2)
             next_old += (gl.load(its_y, mask=live & (strip < y_blocks), other=0),)
@@ -124,7 +125,7 @@ def expand_run(
             for chunk in gl.static_range(CHUNKS):
                 left = _left(b[strip * CHUNKS + chunk], TYPE, WARPS)
                 last = _plus(last, left, high, low, chunk, CHUNKS)
-            last = _add(old[strip], last, TYPE, MOST, WARPS)
+            last = _add(old[strip], last, after, TYPE, MOST, WARPS)
             gl.store(y_at + strip * (BLOCK // 2), last, mask=live & (strip < y_blocks))
 
 
@@ -187,6 +188,17 @@ def _parts_of(
 
 
 @gluon.jit
+def _scales(scale, TYPE: gl.constexpr):
+    """Of the sums and of the products. float16 must hold the sums when they are scaled: a scaling
+    over 1 is for the products, as in PEFT."""
+    if TYPE.is_fp16():
+        is_large = gl.abs(scale) > 1
+        return gl.where(is_large, 1.0, scale), gl.where(is_large, scale, 1.0)
+    else:
+        return scale, 1.0
+
+
+@gluon.jit
 def _right(
     parts, place, is_read, its_rows, scale, TYPE: gl.constexpr, SPLITS: gl.constexpr,
     AT_ONCE: gl.constexpr, RANK: gl.constexpr, MOST: gl.constexpr, WARPS: gl.constexpr,
@@ -246,15 +258,15 @@ def _plus(new, left, high, low, chunk: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _add(old, new, TYPE: gl.constexpr, MOST: gl.constexpr, WARPS: gl.constexpr):
-    """Products and y, by twos; rounded once."""
+def _add(old, new, scale, TYPE: gl.constexpr, MOST: gl.constexpr, WARPS: gl.constexpr):
+    """Products, scaled, and y, by twos; rounded once."""
     Y: gl.constexpr = y_layout(MOST, WARPS)
     CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32" if TYPE.is_bf16() else "cvt.rn.f16x2.f32"
     new = new.reshape([WARPS, 4, 2, 8, MOST]).permute([0, 4, 3, 1, 2])
     even, odd = gl.split(new.reshape([WARPS, MOST, 32, 2]))
     low, high = _two(old, TYPE)
-    even = gl.convert_layout(even, Y) + low
-    odd = gl.convert_layout(odd, Y) + high
+    even = gl.convert_layout(even, Y) * scale + low
+    odd = gl.convert_layout(odd, Y) * scale + high
     return gl.inline_asm_elementwise(
         CONVERT + " $0, $1, $2;", "=r,r,r", [odd, even], dtype=gl.int32, is_pure=True, pack=1
     )

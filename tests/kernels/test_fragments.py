@@ -411,6 +411,24 @@ def test_a_sum_too_large_for_float16_is_infinite_and_not_nan(compiler: Compiler)
     assert torch.equal(got[0], b[:, 0].sign() * float("inf"))
 
 
+@pytest.mark.parametrize(("scaling", "size"), [(32, 1500), (-32, 1500), (1 / 32, 50_000)])
+def test_float16_holds_what_a_scaling_would_make_too_large(
+    scaling: float, size: int, compiler: Compiler
+) -> None:
+    """Before it or after it, x Aᵀ is over 65,504; and the term is not."""
+    world = World(HALF, (3, 16))
+    world.stack.scaling.fill_(scaling)
+    x, y = world.tokens(3)
+    found = world.stack.dense(0, LAYER, "q_proj")
+    assert found is not None
+    a, _, _ = found
+    x = (size * x.sign()).half()
+    x[0] = size / 20 * a[0].sign()
+    segments = [(0, 1), (1, 2)]
+    got = add_lora(world, compiler.pair(HALF), x, y, segments)
+    world.check(got, x, y, segments)
+
+
 # What is wrong is seen: the checks above can fail.
 
 
