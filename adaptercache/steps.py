@@ -27,10 +27,6 @@ def open_step(
         rank = max(held.ranks.values(), default=0)
         if rank_to is not None and rank > rank_to:
             raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
-        beyond = held.modules.difference(held.modules if modules_to is None else modules_to)
-        if beyond:
-            names = ", ".join(sorted(beyond))
-            raise ValueError(f"an adapter with {names} is in the batch: not in {modules_to=}")
         to = rank_class_of(rank_to or rank)
         with gpu.streams.step() as held.step:
             arrivals = gpu.arrivals(held.coming)

@@ -51,7 +51,7 @@ class LoraBatch:
 
     Raises:
         ValueError: a slot out of range, more tokens than ``pad_to``, no such module or rank class,
-            or one that ``ranks`` exceed.
+            or a rank class that ``ranks``, or modules that ``own_modules`` exceed.
         TypeError: segments that are no pairs of integers, or a ``pad_to`` that is none.
 
     Not thread-safe: a step is launched by one thread.
@@ -100,9 +100,9 @@ class LoraBatch:
         self.rank_class = rank_class
         self._ranks = ranks
         self._fixes_modules = modules is not None
-        if modules is None and max(slots, default=BASE_SLOT) > BASE_SLOT:
-            modules = own_modules
-        self.modules = _names(modules, stack.layout.modules)
+        if max(slots, default=BASE_SLOT) == BASE_SLOT:
+            own_modules = None
+        self.modules = _modules(modules, own_modules, stack.layout.modules)
         """Outside of which no adapter of the batch has anything."""
         self._wait = wait
         self.shape = WorkShape(self.num_rows, stack.num_slots)
@@ -176,6 +176,20 @@ class LoraBatch:
         if self._wait is not None:
             self._wait(layer)
             self.has_launched = False  # the next kernel reads what came behind all before it
+
+
+def _modules(
+    modules: Collection[str] | None, own: Collection[str] | None, known: Sequence[str]
+) -> frozenset[str]:
+    """Those that are fixed, or else the adapters' own."""
+    its = _names(own, known)
+    if modules is None:
+        return its
+    fixed = _names(modules, known)
+    if own is not None and not its <= fixed:
+        beyond, to = (", ".join(sorted(names)) for names in (its - fixed, fixed))
+        raise ValueError(f"an adapter with {beyond} is in the batch: modules are {to or 'none'}")
+    return fixed
 
 
 def _names(modules: Collection[str] | None, known: Sequence[str]) -> frozenset[str]:

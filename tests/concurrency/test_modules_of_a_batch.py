@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import Tiny
@@ -48,6 +50,22 @@ def test_a_batch_has_the_modules_of_its_adapters() -> None:
                 assert bool(term(batch, QKV)[:, 32:].any()) == ("k_proj" in modules)
         with cache.lora_batch([(base, 2)]) as batch:  # it may be captured for others
             assert batch.modules == set(cache.layout.modules)
+
+
+def test_modules_that_are_fixed_may_be_any_names() -> None:
+    """Of an iterator that a check has spent none would be left, and the adapter do nothing."""
+    with cache_of("q_proj") as cache:
+        lease = cache.acquire("q_proj").result(10)
+        for names in ({"q_proj": 1, "o_proj": 2}, ["o_proj", "q_proj", "q_proj"]):
+            with cache.lora_batch([(lease, 1)], modules_to=names) as batch:
+                assert batch.modules == {"q_proj", "o_proj"}
+        spent: Any = iter(["q_proj", "o_proj"])
+        with cache.lora_batch([(lease, 1)], modules_to=spent) as batch:
+            assert batch.modules == {"q_proj", "o_proj"}
+            assert term(batch, ("q_proj",)).any()
+        one = cache.lora_batch([(lease, 1)], modules_to="q_proj")
+        with pytest.raises(TypeError, match="one string"), one:
+            pytest.fail("it was let in")
 
 
 def test_modules_that_are_fixed_hold_those_of_the_adapters() -> None:

@@ -385,3 +385,6 @@ def test_modules_of_a_batch_that_there_are_not_are_refused(stack: LoraStack) -> 
         LoraBatch(stack, PAIRS, modules=["q_prj"])
     with pytest.raises(TypeError, match="one string"):
         LoraBatch(stack, PAIRS, modules="q_proj")
+    for modules, told in ((["v_proj", "q_proj"], "q_proj, v_proj"), ((), "none")):
+        with pytest.raises(ValueError, match=f"with k_proj is in the batch: modules are {told}"):
+            LoraBatch(stack, PAIRS, modules=modules, own_modules=[*modules, "k_proj"])
