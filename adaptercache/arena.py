@@ -26,7 +26,7 @@ __all__ = ["DiskShelf", "GpuArena", "GpuPlace", "HostArena", "HostPlace"]
 
 
 class GpuPlace(NamedTuple):
-    """Where an adapter lies on the GPU, and what it has.
+    """Where an adapter lies on the GPU; ``spec`` says what its vector holds (`packing.VectorSpec`).
 
     ``after``: the last step that may use what was there before.
     """

@@ -154,9 +154,10 @@ def figures(asked: Sequence[Asked], before: Stats, after: Stats, meter: Meter) -
     }
 
 
-def _mean(values: Iterable[float]) -> float:
-    """0 of none."""
-    return round(statistics.fmean([*values] or [0]), 2)
+def _mean(values: Iterable[float]) -> float | None:
+    """None of none."""
+    found = [*values]
+    return round(statistics.fmean(found), 2) if found else None
 
 
 def _difference(

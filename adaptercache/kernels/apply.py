@@ -26,6 +26,7 @@ def add_lora(
     """Add the LoRA term of modules that share their input: ``y += scaling · (x Aᵀ) Bᵀ``.
 
     Every token uses its own adapter; tokens of the base model and padding rows are left alone.
+    Modules that no adapter of the batch has launch nothing (see `LoraBatch`).
     Sums are float32; y is rounded once, and x Aᵀ may be rounded to the weights' precision before
     it is multiplied (docs/kernels.md).
 

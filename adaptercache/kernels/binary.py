@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,6 +13,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 __all__ = ["INTERPRETED", "Address", "Binary", "address", "has_mma", "has_pdl"]
+
+log = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -109,6 +112,10 @@ class Binary:
                 stages = constants.get("STAGES", 1) - 1
                 if not stages:
                     raise
+                name = self.function.__name__
+                log.info(
+                    "%s: shared memory is short, so it takes %d stages, and longer", name, stages
+                )
                 constants = {**constants, "STAGES": stages}
         words, shared = compiled.n_regs, compiled.metadata.shared
         resident = _resident(self.device, words, shared, self.num_warps)

@@ -151,7 +151,7 @@ def test_kernels_compile_for_other_gpus_too(arch: int) -> None:
 # A GPU of 99 KiB of shared memory a program, as A10, L4 and L40S have. What a driver would load is
 # looked at instead.
 LITTLE_SHARED_MEMORY = """
-import json, sys
+import json, logging, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -180,6 +180,7 @@ class Driver:
 
 
 driver.set_active(Driver())
+logging.basicConfig(level=logging.INFO)
 from adaptercache.kernels import binary, variants
 from adaptercache.kernels.segments import RANK_CLASSES
 from adaptercache.kernels.tuning import modules_at_once
@@ -217,3 +218,4 @@ def test_what_needs_more_shared_memory_than_there_is_does_with_less() -> None:
     shared = [int(line.split()[-1]) for line in done.stdout.splitlines()]
     assert len(shared) == 4 * len(cases) + 2
     assert max(shared) <= 99 << 10
+    assert "sgmv_shrink: shared memory is short, so it takes" in done.stderr
