@@ -34,7 +34,7 @@ fleet: .venv-ray/ray  ## the example engine as a fleet of replicas on Ray Serve 
 	@exec $(RAY_VENV) examples/ray_fleet.py $(ARGS)
 
 test: check .venv/prometheus  ## the checks, then every test but the slow ones (ARGS="-k pages" for some)
-	@$(VENV) -m pytest $(ARGS)
+	@$(VENV) -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-ray: .venv-ray/ray  ## the tests on Ray Serve, which `test` leaves out
 	@$(RAY_VENV) -m pytest tests/ray_serve $(ARGS)

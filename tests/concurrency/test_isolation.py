@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -339,7 +340,7 @@ def test_the_cpu_device_works_where_triton_cannot_be_imported() -> None:
     subprocess.run(
         [sys.executable, "-c", PROGRAM],
         check=True,
-        env={"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={"PYTHONPATH": os.pathsep.join([path, *sys.path]), "CUDA_VISIBLE_DEVICES": ""},
         timeout=60,
     )
 

@@ -87,12 +87,12 @@ class World:
         """The terms of one site in float64, and the sums of their terms' magnitudes."""
         width = self.layout.sites[index].out_features
         want = torch.zeros(2, len(x), width, dtype=torch.float64)
-        for row, slot in enumerate(slots):
-            if slot >= 0 and index in self.matrices[slot]:
-                a, b, scaling = self.matrices[slot][index]
-                a, b, v = a.double(), b.double(), x[row].double()
-                want[0, row] = scaling * (b @ (a @ v))
-                want[1, row] = scaling * (b.abs() @ (a.abs() @ v.abs()))
+        for slot in {slot for slot in slots if slot >= 0 and index in self.matrices[slot]}:
+            rows = [row for row, its in enumerate(slots) if its == slot]
+            a, b, scaling = self.matrices[slot][index]
+            a, b, v = a.double().t(), b.double().t(), x[rows].double()
+            want[0, rows] = scaling * (v @ a @ b)
+            want[1, rows] = scaling * (v.abs() @ a.abs() @ b.abs())
         return want[0], want[1]
 
 
@@ -263,14 +263,16 @@ def test_another_makers_gpu_is_asked_for_nothing_of_nvidias(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((128, [64]), (192, [64, 128, 64]), (1024, [512, 256, 256]), (14336, [1024])),
+        (3584, [3584, 512, 512]),
+    ],
+    ids=lambda shape: str(shape[0]),
+)
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
-    st.sampled_from(
-        [
-            *((128, [64]), (192, [64, 128, 64]), (1024, [512, 256, 256]), (14336, [1024])),
-            (3584, [3584, 512, 512]),
-        ]
-    ),
     st.lists(st.sampled_from([0, 1, 2, 16, 17, 33, 64]), min_size=18, max_size=18),
     st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 34)), max_size=6),
     st.integers(0, 2),

@@ -279,7 +279,7 @@ def test_a_run_that_is_killed_at_any_step_leaves_the_old_or_the_new_whole(
     old.mkdir(parents=True)
     for name in ("adapter_config.json", "packed"):
         (old / name).write_bytes(name.encode() * 100)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(steps), str(tmp_path)], env=environment, timeout=60
     )
