@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -68,28 +72,40 @@ class Parts:
     lifter: Lifter
     leasing: Leasing
     pages: KVPages
-    opened: Source | None
-    """The source, where it was made from a name."""
+    ends: deque[Callable[[], None]]
+    """What closing is yet to do, in order; each may be done again where it was interrupted."""
+    closing: threading.Lock = field(default_factory=threading.Lock)
+    resizing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the GPU's memory is given back, or taken."""
 
     def close(self) -> None:
-        """End running loads, fail whoever waits, and free all, in that order. Idempotent."""
-        with self.deciding:
-            if self.deciding.closed:
-                return
-            self.deciding.closed = True
-            for grant in self.ledger.waiting.grants():
-                self.ledger.fail(grant, CacheClosed())
-            self.lifter.close()
-        self.gpu.streams.close()
-        self.movers.close()
-        self.leasing.close()
-        self.deciding.tell()
-        self.disk.close()
-        self.gpu.drop()
-        self.host.close()
-        close = getattr(self.opened, "close", None)
-        if close is not None:
-            close()
+        """End running loads, fail whoever waits, and free all, in that order. Idempotent: goes on
+        where one that was interrupted has stopped, and leaves one that is under way alone."""
+        if not self.closing.acquire(blocking=False):
+            return
+        try:
+            with self.deciding:
+                if not self.deciding.closed:
+                    self.deciding.closed = True
+                    for grant in self.ledger.waiting.grants():
+                        self.ledger.fail(grant, CacheClosed())
+                    self.lifter.close()
+        finally:  # what is raised there is a hook's
+            try:
+                self._end()
+            finally:
+                self.closing.release()
+
+    def _end(self) -> None:
+        failures: list[Exception] = []
+        while self.ends:
+            try:
+                self.ends[0]()
+            except Exception as error:  # tried again it would fail again, and keep all the rest
+                failures.append(error)
+            self.ends.popleft()
+        if failures:
+            raise failures[0]
 
 
 def assemble(
@@ -110,6 +126,13 @@ def assemble(
         raise TypeError(f"layout is a {type(layout).__name__}: make it with LoraLayout.from_config")
     _check(budgets)
     _check_device(device)
+    _check_time(revision_ttl_s, clock)
+    if not isinstance(kv, (KVLayout, type(None))):
+        raise TypeError(f"kv is {kv!r:.80}: give a KVLayout, or None")
+    if not isinstance(read_options, ReadOptions):
+        raise TypeError(f"read_options is {read_options!r:.80}: give ReadOptions, or None")
+    if disk_dir is not None and not os.fspath(disk_dir):
+        raise ValueError("disk_dir is empty: give a directory, or None for a temporary one")
     shape = ArenaShape.fit(layout, kv, budgets.gpu_bytes_on(device))
     num_blocks = budgets.host_bytes // budgets.host_block_bytes
     gpu = GpuTier(layout, shape, budgets.gpu_slots, device)  # first: it may find no memory
@@ -141,9 +164,14 @@ def assemble(
     deciding.advance = lifter.advance
     leasing = Leasing(ledger, lifts, lifter, deciding)
     pages = KVPages(lifts, ledger.gpu.pages, deciding, lambda: gpu.streams.last_opened)
-    opened = remote if remote is not source else None
+    ends: deque[Callable[[], None]] = deque(
+        [gpu.streams.close, movers.close, leasing.close, deciding.tell, disk.close, gpu.drop]
+    )
+    ends.append(host.close)
+    if remote is not source and (close := getattr(remote, "close", None)):  # made here, by name
+        ends.append(close)
     return Parts(
-        ledger, deciding, disk, host, gpu, puts, lifts, movers, lifter, leasing, pages, opened
+        ledger, deciding, disk, host, gpu, puts, lifts, movers, lifter, leasing, pages, ends
     )
 
 
@@ -157,6 +185,16 @@ def _check_device(device: torch.device) -> None:
         )
 
 
+def _check_time(revision_ttl_s: Any, clock: Any) -> None:
+    if revision_ttl_s is not None:
+        if isinstance(revision_ttl_s, bool) or not isinstance(revision_ttl_s, (int, float)):
+            raise TypeError(f"revision_ttl_s is {revision_ttl_s!r:.80}: give seconds, or None")
+        if math.isnan(revision_ttl_s) or revision_ttl_s < 0:
+            raise ValueError(f"revision_ttl_s is {revision_ttl_s}: give seconds, or None")
+    if not callable(clock) or not isinstance(clock(), (int, float)):
+        raise TypeError(f"clock is {clock!r:.80}: give a function that returns seconds")
+
+
 def _check(budgets: Budgets) -> None:
     share = budgets.gpu_bytes
     if isinstance(share, float):
@@ -168,6 +206,7 @@ def _check(budgets: Budgets) -> None:
         if not isinstance(getattr(budgets, name), int):
             raise TypeError(f"{name} is {getattr(budgets, name)!r}: give an int")
     least = {
+        "host_block_bytes": (budgets.host_block_bytes, 1, "bytes"),
         "gpu_slots": (budgets.gpu_slots, 1, "slots"),
         "host_bytes": (budgets.host_bytes, budgets.host_block_bytes, "bytes"),
         "disk_bytes": (budgets.disk_bytes, 1, "bytes"),

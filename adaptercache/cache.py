@@ -155,7 +155,7 @@ class AdapterCache:
             See `Admission`. Every lease in it is ready and is the caller's to release.
 
         Raises:
-            CacheClosed, TypeError: nothing else, but for a ValueError where two ids are one.
+            CacheClosed, TypeError, ValueError (two ids are one); RuntimeError as `lora_batch`.
         """
         return self._leasing.admit(waiting, running, caps_of(caps, max_adapters))
 
@@ -179,7 +179,7 @@ class AdapterCache:
             modules_to: fixes `LoraBatch.modules`; None: the batch's own.
 
         Raises:
-            RuntimeError: a lease that is not ready, or was released.
+            RuntimeError: a lease that is not ready, was released, or is of another cache.
             TypeError, ValueError: no such pairs; more tokens, ranks or modules than was said.
             AdapterCacheError: the GPU's memory was given back (`drop_gpu`), or a pipelined
                 adapter's copy has failed.
@@ -269,22 +269,22 @@ class AdapterCache:
         for copies that are under way.
 
         Raises:
-            AdapterCacheError: a lease is held, or KV pages are allocated.
+            AdapterCacheError: a lease is held, KV pages are allocated, or `restore` is under way.
         """
         self._asleep |= fall_asleep(self._parts)
 
     def restore(self) -> None:
         """Bring arena and adapters back, byte for byte, at new addresses; waits for them. CUDA
-        graphs that read the old addresses must be captured again."""
+        graphs that read the old addresses must be captured again. Raises AdapterCacheError while
+        `drop_gpu` is under way."""
         wake_up(self._parts, self._asleep)
         self._asleep = frozenset()
 
     # -- the end
 
     def close(self) -> None:
-        """End running loads, fail whoever waits with CacheClosed, and free all. Idempotent.
-
-        Memory that a step still reads lives as long as its batch.
+        """End running loads, fail whoever waits with CacheClosed, and free all. Idempotent; call
+        it again where it was interrupted. Memory that a step reads lives as long as its batch.
         """
         self._parts.close()
 

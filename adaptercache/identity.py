@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["AdapterKey", "Digest", "check_id", "content_digest"]
+__all__ = ["AdapterKey", "Digest", "check_id", "check_own_id", "content_digest"]
 
 Digest: TypeAlias = bytes
 """32 bytes over an adapter's content; independent of any layout. Made by `content_digest`."""
@@ -37,6 +37,13 @@ def check_id(adapter_id: str | None) -> str | None:
     """An adapter id as it is; None is the base model. Raises TypeError for anything else."""
     if adapter_id is not None and not isinstance(adapter_id, str):
         raise TypeError(f"adapter id {adapter_id!r}: give a str, or None for the base model")
+    return adapter_id
+
+
+def check_own_id(adapter_id: str) -> str:
+    """The id of an adapter, as it is. Raises TypeError for anything else, the base model too."""
+    if not isinstance(adapter_id, str):
+        raise TypeError(f"adapter id {adapter_id!r:.80}: give a str")
     return adapter_id
 
 

@@ -99,6 +99,16 @@ class Lease:
             raise RuntimeError(f"the lease on {self.adapter_id!r} is not ready")
         return grant
 
+    def served_by(self, issuer: Issuer) -> Grant | None:
+        """The same, for one cache: slots of another's leases are rows of other tables.
+
+        Raises:
+            RuntimeError: as `slot`, or another cache gave it.
+        """
+        if self._issuer is not issuer and self._issuer is not None:
+            raise RuntimeError(f"the lease on {self.adapter_id!r} is of another cache")
+        return self.served()
+
     def result(self, timeout_s: float | None = None) -> Lease:
         """Wait until it is ready.
 

@@ -114,10 +114,11 @@ class Leasing:
         waiting = requests_of(waiting)
         pairs = all_of("running", running)
         try:
-            digests = [digest for _, lease in pairs if (digest := lease.digest) is not None]
+            grants = [lease.served_by(self) for _, lease in pairs]
             tokens = sum(request.num_tokens for request, _ in pairs)
         except (TypeError, ValueError, AttributeError):
             raise no_pair("running", pairs, (Request, Lease), "(Request, Lease)") from None
+        digests = [grant.digest for grant in grants if grant is not None]
         line = self._ledger.waiting
         with self._deciding.lock:
             self._deciding.check_open()
@@ -190,7 +191,7 @@ class Leasing:
         """Hold the adapters of a batch once more, whatever becomes of their leases.
 
         Raises:
-            RuntimeError: a lease that is not ready, or was released.
+            RuntimeError: a lease that is not ready, was released, or is of another cache.
             TypeError, ValueError: no such pairs.
             AdapterCacheError: the copy that a pipelined lease waits for has failed.
         """
@@ -229,7 +230,7 @@ class Leasing:
         copies: dict[Digest, Copy[GpuPlace]] = {}
         gpu = self._ledger.gpu
         for lease, tokens in pairs:
-            grant = lease.served()
+            grant = lease.served_by(self)
             if grant is None:
                 segments.append((BASE_SLOT, tokens))
                 continue

@@ -20,7 +20,7 @@ from adaptercache.errors import (
 )
 from adaptercache.fetch import Fetched, Fetcher
 from adaptercache.hops import Hops
-from adaptercache.identity import AdapterKey, Digest
+from adaptercache.identity import AdapterKey, Digest, check_own_id
 from adaptercache.journal import Journal
 from adaptercache.layout import LoraLayout
 from adaptercache.ledger import Ledger
@@ -119,6 +119,7 @@ class Lifter:
 
     def refresh(self, adapter_id: str) -> Future[AdapterKey]:
         """Look at the source again; the future has the key that the id stands for then."""
+        check_own_id(adapter_id)
         future: Future[AdapterKey] = Future()
         self._ledger.failures.clear(adapter_id)
         self._fetcher.look_again(adapter_id)
@@ -136,7 +137,7 @@ class Lifter:
 
     def remove(self, adapter_id: str) -> None:
         """Forget the local copies. A fetch that is under way is forgotten when it ends."""
-        orphan = self._ledger.forget(adapter_id)
+        orphan = self._ledger.forget(check_own_id(adapter_id))
         if self._movers.join(Hop.FETCH, adapter_id, demand=False):
             self._removed.add(adapter_id)
         self._forget(adapter_id)
@@ -199,8 +200,10 @@ class Lifter:
         self._removed.discard(adapter_id)
         # Where a refresh fails, what is here goes on serving: nobody who waits is told.
         concerned = [adapter_id] if self._ledger.lacks(adapter_id) else []
-        self._journal.failed(Hop.FETCH, concerned, error, seconds)
-        self._tell(refreshes, lambda future: future.set_exception(error))
+        try:
+            self._journal.failed(Hop.FETCH, concerned, error, seconds)
+        finally:  # whatever goes wrong there: nobody waits for ever
+            self._tell(refreshes, lambda future: future.set_exception(error))
         self._fetch_again(adapter_id)
 
     def _fetch_again(self, adapter_id: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from adaptercache.assembly import Parts
-from adaptercache.errors import AdapterCacheError
+from adaptercache.errors import AdapterCacheError, CacheClosed
 from adaptercache.ledger import Ledger
 from adaptercache.pages import Owner
 from adaptercache.snapshot import resident_ids
@@ -22,18 +23,31 @@ def fall_asleep(parts: Parts) -> frozenset[str]:
 
     Waits for copies that are under way. Raises AdapterCacheError where something is held.
     """
-    with parts.deciding:
-        parts.deciding.check_open()
-        were_there = resident_ids(parts.ledger, Tier.GPU)
-        _check_unused(parts.ledger)
-        parts.ledger.gpu_up = False
-        is_clear = _clear(parts.ledger)
-    while not is_clear:
-        time.sleep(POLL_S)
+    with _alone(parts):
         with parts.deciding:
+            parts.deciding.check_open()
+            were_there = resident_ids(parts.ledger, Tier.GPU)
+            _check_unused(parts.ledger)
+            parts.ledger.gpu_up = False
             is_clear = _clear(parts.ledger)
-    parts.gpu.drop()
+        while not is_clear:
+            time.sleep(POLL_S)
+            with parts.deciding:
+                is_clear = _clear(parts.ledger)
+        parts.gpu.drop()
     return were_there
+
+
+@contextmanager
+def _alone(parts: Parts) -> Iterator[None]:
+    """Refuses the other one, or the same again, rather than have it wait: it may be called by a
+    hook, which this one runs."""
+    if not parts.resizing.acquire(blocking=False):
+        raise AdapterCacheError("drop_gpu or restore is under way: call it when that has returned")
+    try:
+        yield
+    finally:
+        parts.resizing.release()
 
 
 def _check_unused(ledger: Ledger) -> None:
@@ -55,11 +69,18 @@ def _clear(ledger: Ledger) -> bool:
 def wake_up(parts: Parts, adapter_ids: Iterable[str]) -> None:
     """Allocate the arena again, and load these adapters as far as they are still known and find
     room beside those that were asked for meanwhile. Waits for that."""
+    with _alone(parts):
+        _wake_up(parts, adapter_ids)
+
+
+def _wake_up(parts: Parts, adapter_ids: Iterable[str]) -> None:
     with parts.deciding.lock:
         parts.deciding.check_open()
     parts.gpu.restore()
     with parts.deciding:
-        parts.deciding.check_open()
+        if parts.deciding.closed:  # meanwhile, and perhaps it found nothing to free
+            parts.gpu.drop()
+            raise CacheClosed()
         parts.ledger.gpu_up = True
         known = [adapter_id for adapter_id in adapter_ids if parts.ledger.catalog.get(adapter_id)]
         if parts.ledger.gpu.follows:  # rank 0 brings them back

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adaptercache.checkpoint.files import find_weights
 from adaptercache.errors import AdapterInvalid, AdapterNotFound, LoadFailed
+from adaptercache.identity import check_own_id
 from adaptercache.regular_file import open_regular
 
 __all__ = ["CONFIG", "WEIGHTS", "DirectorySource", "Source", "TensorSource", "open_source"]
@@ -195,8 +196,10 @@ class TensorSource:
             config: as in ``adapter_config.json``, or what PEFT's ``LoraConfig.to_dict`` gives.
 
         Raises:
-            TypeError: a tensor that has no dense values, or a config that JSON can't say.
+            TypeError: a tensor that has no dense values, a config that JSON can't say, or an id
+                that is no string.
         """
+        check_own_id(adapter_id)
         copies = {name: _copy(name, tensor) for name, tensor in tensors.items()}
         files = {
             CONFIG: json.dumps(dict(config), default=_as_list).encode(),
@@ -208,6 +211,7 @@ class TensorSource:
 
     def remove(self, adapter_id: str) -> None:
         """Forget it, if it is here."""
+        check_own_id(adapter_id)
         with self._lock:
             self._adapters.pop(adapter_id, None)
 

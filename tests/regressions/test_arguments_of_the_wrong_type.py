@@ -1,0 +1,58 @@
+"""Some were taken, and hung whoever waited, filled the working directory, or failed much later."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from adaptercache import CapacityError
+
+
+@pytest.mark.parametrize("adapter_id", [5, None, b"a", ("x",), ["x"]])
+def test_what_is_no_id_is_refused_at_once(tiny: Any, adapter_id: Any) -> None:
+    with tiny.cache(tiny.source("a")) as cache:
+        for act in (
+            lambda: cache.put(adapter_id, *tiny.tensors(1)),
+            lambda: cache.refresh(adapter_id),
+            lambda: cache.remove(adapter_id),
+        ):
+            with pytest.raises(TypeError, match="give a str"):
+                act()
+        assert cache.refresh("a").result(10)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("revision_ttl_s", "60", TypeError),
+        ("revision_ttl_s", True, TypeError),
+        ("revision_ttl_s", math.nan, ValueError),
+        ("revision_ttl_s", -1, ValueError),
+        ("clock", 5, TypeError),
+        ("clock", lambda: "now", TypeError),
+        ("kv", 5, TypeError),
+        ("read_options", 5, TypeError),
+        ("disk_dir", "", ValueError),
+        ("host_block_bytes", 0, CapacityError),
+        ("host_block_bytes", -4096, CapacityError),
+    ],
+)
+def test_the_constructor_says_what_it_wants(
+    tiny: Any, option: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=option):
+        tiny.cache(tiny.source("a"), **{option: value})
+
+
+def test_what_is_reported_wrongly_hangs_nobody(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of ours, or of a handler, in writing a failure down."""
+    with tiny.cache(tiny.source("a")) as cache:
+
+        def broken(*args: Any) -> None:
+            raise ValueError("can't be written")
+
+        monkeypatch.setattr(cache._parts.lifter._journal, "failed", broken)
+        with pytest.raises(Exception, match="unknown"):
+            cache.refresh("unknown").result(10)
