@@ -126,13 +126,8 @@ def assemble(
         raise TypeError(f"layout is a {type(layout).__name__}: make it with LoraLayout.from_config")
     _check(budgets)
     _check_device(device)
+    _check_others(kv, read_options, disk_dir)
     _check_time(revision_ttl_s, clock)
-    if not isinstance(kv, (KVLayout, type(None))):
-        raise TypeError(f"kv is {kv!r:.80}: give a KVLayout, or None")
-    if not isinstance(read_options, ReadOptions):
-        raise TypeError(f"read_options is {read_options!r:.80}: give ReadOptions, or None")
-    if disk_dir is not None and not os.fspath(disk_dir):
-        raise ValueError("disk_dir is empty: give a directory, or None for a temporary one")
     shape = ArenaShape.fit(layout, kv, budgets.gpu_bytes_on(device))
     num_blocks = budgets.host_bytes // budgets.host_block_bytes
     gpu = GpuTier(layout, shape, budgets.gpu_slots, device)  # first: it may find no memory
@@ -183,6 +178,15 @@ def _check_device(device: torch.device) -> None:
             f"device {str(device)!r}: torch sees {torch.cuda.device_count()} GPUs; device='cpu' "
             "runs everything without one"
         )
+
+
+def _check_others(kv: object, read_options: object, disk_dir: Any) -> None:
+    if not isinstance(kv, (KVLayout, type(None))):
+        raise TypeError(f"kv is {kv!r:.80}: give a KVLayout, or None")
+    if not isinstance(read_options, ReadOptions):
+        raise TypeError(f"read_options is {read_options!r:.80}: give ReadOptions, or None")
+    if disk_dir is not None and not os.fspath(disk_dir):
+        raise ValueError("disk_dir is empty: give a directory, or None for a temporary one")
 
 
 def _check_time(revision_ttl_s: Any, clock: Any) -> None:

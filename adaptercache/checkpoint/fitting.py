@@ -147,6 +147,7 @@ def _weights(pair: Pair, config: LoraConfig) -> LoraWeights:
             where=path,
             found=f"rank {rank} in the tensors",
             expected=f"rank {expected} by r and rank_pattern",
+            remedy="publish config and weights of one and the same run",
         )
     return LoraWeights(pair.a, pair.b, config.scaling_of(path, rank, wrapped), rank)
 

@@ -164,5 +164,6 @@ def _largest(name: str, tensor: torch.Tensor) -> float:
             where=name,
             found="NaN, infinity, or a number beyond float32",
             expected="numbers",
+            remedy="usually training diverged: publish an earlier checkpoint",
         )
     return max(-low, high)

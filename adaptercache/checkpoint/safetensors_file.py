@@ -80,7 +80,7 @@ def open_safetensors(path: Path) -> Iterator[StoredTensors]:
         length = _header_length(file.read(8), size, path)
         # Parsed, a value takes up to 80 bytes: less than the file, or 20 MB.
         header = parse_object(
-            file.read(length), str(path), most_values=max(MOST_VALUES, size // 128)
+            file.read(length), f"{path}: its header", most_values=max(MOST_VALUES, size // 128)
         )
         extents = _check(header, size - 8 - length, path)
         outlines = {
@@ -120,6 +120,13 @@ def _header_length(prefix: bytes, size: int, path: Path) -> int:
             raise AdapterInvalid(
                 "not a safetensors file", where=str(path), found=what, remedy=remedy
             )
+    if not size:
+        raise AdapterInvalid(
+            "the safetensors file is empty",
+            where=str(path),
+            found="0 bytes",
+            remedy="copy or publish the file again, whole",
+        )
     length = int.from_bytes(prefix, "little")
     if size < 8 or length > size - 8:
         raise AdapterInvalid(
@@ -161,11 +168,13 @@ def _check(header: Mapping[str, Any], data_size: int, path: Path) -> dict[str, _
             )
         position = extent.end
     if position != data_size:
+        is_short = data_size < position
         raise AdapterInvalid(
-            "the safetensors file is truncated or has bytes to spare",
+            f"the safetensors file {'is truncated' if is_short else 'has bytes to spare'}",
             where=str(path),
             found=f"{data_size} bytes of data",
             expected=f"{position} bytes, as its header says",
+            remedy="copy or publish the file again, whole" if is_short else "",
         )
     return extents
 

@@ -27,6 +27,10 @@ _WITHOUT_BASE = (
     "There is no config.json of the base model beside the adapter. Give --base CONFIG for the "
     "check against the base, the norms of ΔW, the digest, and the bytes on each tier."
 )
+_OTHER_RANK = (
+    "{} of {} modules have tensors of another rank than the config says: a stack of experts, or a "
+    "broken adapter. Only the base model tells: give --base CONFIG."
+)
 
 
 class ExpertColumns(str, Enum):
@@ -103,6 +107,8 @@ def _write(found: Inspection) -> None:
         "digest": found.digest or "unknown",
     }
     write_table((), list(facts.items()))
+    if found.base is None and (unclear := [m for m in found.modules if m.rank is None]):
+        write_line(_OTHER_RANK.format(len(unclear), len(found.modules)))
     if found.modules:
         write_table(_HEADER, [_row(module) for module in found.modules])
     if found.skipped:

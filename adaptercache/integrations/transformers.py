@@ -126,11 +126,19 @@ class _Method(Override):
                 return tokens.shape[0], tokens.shape[1]
         return None
 
+    def _refuse_other_spellings(self, kwargs: Mapping[str, Any]) -> None:
+        """Models take any keyword, and drop what they don't know in silence: the base model's
+        answer would pass for an adapter's. PEFT spells it ``adapter_names``."""
+        for name in ("adapter", "adapter_names"):
+            if name in kwargs and name not in self._names:
+                raise TypeError(f"{name}: here it is adapters=[...], an id or None for each row")
+
 
 class _Forward(_Method):
     def __call__(self, *args: Any, adapters: Adapters | _Unsaid = _UNSAID, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             refuse_compiling()
+        self._refuse_other_spellings(kwargs)
         leases = self._calls.generating
         if isinstance(adapters, _Unsaid) and leases is None:
             return self.inner(*args, **kwargs)
@@ -163,6 +171,7 @@ class _Decoder(_Method):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "adapters" in kwargs:
             raise TypeError("give adapters to the model that they are attached to")
+        self._refuse_other_spellings(kwargs)
         return self.inner(*args, **kwargs)
 
 

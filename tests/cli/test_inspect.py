@@ -143,6 +143,14 @@ def test_without_a_base_leaves_the_rest_open(name: str, run: Any, case: Any) -> 
     assert (done.code, done.json["status"]) == (0, "unchecked")
 
 
+@pytest.mark.parametrize("name", ["d_rank_config_conflict", "moe_qwen3_both_p0.20.0"])
+def test_without_a_base_says_that_ranks_are_others_than_the_configs(
+    name: str, run: Any, case: Any
+) -> None:
+    assert "another rank than the config says" in run("inspect", case(name)).out
+    assert "another rank" not in run("inspect", case("plain_p0.20.0")).out
+
+
 def copied(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     return target

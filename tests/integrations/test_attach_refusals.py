@@ -440,6 +440,18 @@ def test_adapters_for_the_decoder_inside_are_refused(
     model.model(IDS)
 
 
+@pytest.mark.parametrize("name", ["adapter", "adapter_names"])
+def test_other_spellings_do_not_pass_for_the_base_model(
+    attachment: tuple[Any, AdapterCache], name: str
+) -> None:
+    model, _ = attachment
+    for its in (model, model.model):
+        with pytest.raises(TypeError, match=r"adapters=\[\.\.\.\]"):
+            its(IDS, **{name: ["a1", "a2"]})
+    with pytest.raises((TypeError, ValueError), match=name):
+        model.generate(IDS, **{name: ["a1", "a2"]}, **GREEDY)
+
+
 class Transposed(torch.nn.Module):
     """A model that works on tokens first, rows second."""
 

@@ -93,9 +93,12 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, header: object) -> None:
         read_checkpoint(adapter(tmp_path, header), BASE)
 
 
-@pytest.mark.parametrize("data", [DATA[:-1], DATA + b"\0", b""])
-def test_missing_and_surplus_data_are_refused(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(AdapterInvalid, match="truncated"):
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [(DATA[:-1], "is truncated"), (DATA + b"\0", "has bytes to spare"), (b"", "is truncated")],
+)
+def test_missing_and_surplus_data_are_refused(tmp_path: Path, data: bytes, what: str) -> None:
+    with pytest.raises(AdapterInvalid, match=what):
         read_checkpoint(adapter(tmp_path, data=data), BASE)
 
 
