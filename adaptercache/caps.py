@@ -52,6 +52,8 @@ class Caps:
             value = getattr(self, name)
             if not isinstance(value, (int, type(None))):
                 raise TypeError(f"{name} is {value!r:.80}: give an int, or None")
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}: give 0 or more, or None")
 
 
 NO_CAPS = Caps()

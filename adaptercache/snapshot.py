@@ -64,6 +64,10 @@ def resident_ids(
     came last. Call with the cache's lock held."""
     tiers: dict[Tier, Residency[Any]]
     tiers = {Tier.GPU: ledger.gpu, Tier.HOST: ledger.host, Tier.DISK: ledger.disk}
+    if tier not in tiers:
+        raise ValueError(f"tier={tier!r}: Tier.GPU, Tier.HOST or Tier.DISK")
+    if most is not None and most < 0:
+        raise ValueError(f"{most=}: give 0 or more, or None")
     state = State.LOADING if coming else State.RESIDENT
     copies = [copy for copy in islice(reversed(tiers[tier]), most) if copy.state is state]
     return frozenset(chain.from_iterable(ledger.catalog.ids_of(copy.digest) for copy in copies))

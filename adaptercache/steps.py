@@ -25,6 +25,10 @@ def open_step(
     """See `AdapterCache.lora_batch`."""
     with leasing.hold(pairs) as held:
         rank = max(held.ranks.values(), default=0)
+        if not isinstance(rank_to, (int, type(None))):
+            raise TypeError(f"rank_to is {rank_to!r:.80}: give an int, or None")
+        if rank_to is not None and rank_to < 1:
+            raise ValueError(f"{rank_to=}: a rank is 1 or more")
         if rank_to is not None and rank > rank_to:
             raise ValueError(f"an adapter of rank {rank} is in the batch: over {rank_to=}")
         to = rank_class_of(rank_to or rank)

@@ -200,6 +200,9 @@ class TensorSource:
                 that is no string.
         """
         check_own_id(adapter_id)
+        for name, value in (("tensors", tensors), ("config", config)):
+            if not isinstance(value, Mapping):
+                raise TypeError(f"{name} is a {type(value).__name__}: give a dict")
         copies = {name: _copy(name, tensor) for name, tensor in tensors.items()}
         files = {
             CONFIG: json.dumps(dict(config), default=_as_list).encode(),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from adaptercache import CapacityError
+from adaptercache import CapacityError, Caps, Tier
 
 
 @pytest.mark.parametrize("adapter_id", [5, None, b"a", ("x",), ["x"]])
@@ -44,6 +46,28 @@ def test_the_constructor_says_what_it_wants(
 ) -> None:
     with pytest.raises(error, match=option):
         tiny.cache(tiny.source("a"), **{option: value})
+
+
+def test_verbs_say_what_they_want(tiny: Any) -> None:
+    with tiny.cache(tiny.source("a")) as cache:
+        tensors, config = tiny.tensors(1)
+        refused: list[tuple[Callable[[], Any], str]] = [
+            (lambda: cache.put("a", [tensors], config), "tensors is a list: give a dict"),
+            (lambda: cache.put("a", tensors, None), "config is a NoneType: give a dict"),
+            (lambda: cache.resident("gpu"), "tier='gpu': Tier.GPU, Tier.HOST or Tier.DISK"),
+            (lambda: cache.resident(Tier.REMOTE), "Tier.GPU, Tier.HOST or Tier.DISK"),
+            (lambda: cache.resident(Tier.GPU, most=-1), "most=-1: give 0 or more"),
+            (lambda: cache.admit([], max_adapters=-1), "adapters is -1: give 0 or more"),
+            (lambda: Caps(tokens=-4), "tokens is -4: give 0 or more"),
+            (lambda: cache.lora_batch([], rank_to="16").__enter__(), "rank_to is '16': give an"),
+            (lambda: cache.lora_batch([], rank_to=16.5).__enter__(), "rank_to is 16.5: give an"),
+            (lambda: cache.lora_batch([], rank_to=-1).__enter__(), "rank_to=-1: a rank is 1"),
+            (lambda: cache.lora_batch([], rank_to=0).__enter__(), "rank_to=0: a rank is 1"),
+        ]
+        for act, text in refused:
+            with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+                act()
+        assert cache.acquire("a").result(10)
 
 
 def test_what_is_reported_wrongly_hangs_nobody(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
