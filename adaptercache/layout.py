@@ -186,7 +186,7 @@ class KVLayout:
         block_size: tokens a block.
         kv_heads: key/value heads of this rank, in one layer.
         head_dim: elements a head.
-        dtype: of keys and values, by torch's name.
+        dtype: of keys and values, by torch's name; bfloat16 whatever the model's is.
         floor_pages: pages that adapters never take from the KV cache; None: the largest
             ``kv_pages`` of a waiting request.
     """
@@ -198,6 +198,8 @@ class KVLayout:
     floor_pages: int | None = None
 
     def __post_init__(self) -> None:
+        named = str(self.dtype).removeprefix("torch.")  # torch.bfloat16 is as good
+        object.__setattr__(self, "dtype", named)
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(ITEMSIZE)}")
         if min(self.block_size, self.kv_heads, self.head_dim) < 1 or (self.floor_pages or 0) < 0:

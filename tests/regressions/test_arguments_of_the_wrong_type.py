@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from adaptercache import CapacityError, Caps, Tier
+from adaptercache import CapacityError, Caps, KVLayout, Tier
 
 
 @pytest.mark.parametrize("adapter_id", [5, None, b"a", ("x",), ["x"]])
@@ -80,3 +81,9 @@ def test_what_is_reported_wrongly_hangs_nobody(tiny: Any, monkeypatch: pytest.Mo
         monkeypatch.setattr(cache._parts.lifter._journal, "failed", broken)
         with pytest.raises(Exception, match="unknown"):
             cache.refresh("unknown").result(10)
+
+
+def test_a_kv_layout_takes_torchs_dtype_as_the_adapters_does() -> None:
+    assert KVLayout(16, 1, 16, dtype=torch.float16) == KVLayout(16, 1, 16, "float16")
+    with pytest.raises(ValueError, match="dtype 'int8'"):
+        KVLayout(16, 1, 16, "int8")
