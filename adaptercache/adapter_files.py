@@ -32,7 +32,7 @@ from adaptercache.errors import (
     forget_locals,
 )
 from adaptercache.held_folder import HeldFolder
-from adaptercache.identity import AdapterKey, Digest
+from adaptercache.identity import AdapterKey, Digest, check_own_id
 from adaptercache.open_counts import OpenCounts
 from adaptercache.source_files import name_of
 from adaptercache.stats import Stats
@@ -85,6 +85,8 @@ class AdapterFiles:
         wait_s: float = ROOM_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if disk_bytes is not None and (type(disk_bytes) is not int or disk_bytes < 1):
+            raise ValueError(f"disk_bytes is {disk_bytes!r:.80}: give bytes, 1 or more, or None")
         self._source, self._base = open_source(source), base
         self._options = options or ReadOptions()
         self._check, self._make_room = check, make_room
@@ -117,6 +119,7 @@ class AdapterFiles:
             LoadFailed: the source can't be read, or all that is on the disk is held.
             CacheClosed: `close` was called.
         """
+        check_own_id(adapter_id)
         started, deadline = self._clock(), time.monotonic() + self._wait_s
         self._counts.began()
         try:

@@ -22,6 +22,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import chain, repeat
+from operator import index
 from struct import iter_unpack
 from typing import TYPE_CHECKING, cast
 
@@ -64,15 +65,17 @@ def prefix_keys(
 
     Raises:
         ValueError: a token id is negative or over 32 bits, or another argument out of range.
+        TypeError: an argument of another kind.
     """
+    block_size, adapter_from_token = index(block_size), index(adapter_from_token)  # NumPy's, too
     if block_size < 1 or adapter_from_token < 0:
         raise ValueError(
             f"block_size must be >= 1 and adapter_from_token >= 0, "
             f"not {block_size} and {adapter_from_token}"
         )
     for name, value in (("adapter", adapter), ("parent", parent)):
-        if value is not None and len(value) != _KEY_BYTES:
-            raise ValueError(f"{name} must be {_KEY_BYTES} bytes, not {len(value)}")
+        if value is not None and (size := memoryview(value).nbytes) != _KEY_BYTES:
+            raise ValueError(f"{name} must be {_KEY_BYTES} bytes, not {size}")
     tokens = _little_endian(token_ids)
     block_bytes = block_size * _TOKEN_BYTES
     blocks = iter_unpack(f"{block_bytes}s", tokens[: len(tokens) // block_bytes * block_bytes])
@@ -113,12 +116,17 @@ def _little_endian(token_ids: Sequence[int] | Buffer) -> memoryview:
         view = memoryview(token_ids)  # type: ignore[arg-type]  # asking is the only way to know
     except TypeError:
         ids = cast("Sequence[int]", token_ids)
+        if not hasattr(ids, "__getitem__"):  # an iterator, say
+            ids = list(ids)
     else:
         if view.ndim != 1:
             raise ValueError(f"token_ids must have one dimension, not {view.ndim}")
         if view.format == "I" and view.c_contiguous and sys.byteorder == "little":
             return view.cast("B")
-        ids = view.tolist()
+        try:
+            ids = view.tolist()
+        except NotImplementedError:  # an array of another byte order, or of objects
+            ids = list(cast("Sequence[int]", token_ids))
     try:
         words = array("I", ids)
     except OverflowError:

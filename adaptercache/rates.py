@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from math import exp
+from math import exp, isfinite
 
 __all__ = ["Rates"]
 
@@ -40,10 +40,16 @@ class Rates:
         return len(self._counts) + len(self._before)
 
     def add(self, key: str | None, now: float) -> None:
-        """It came once more."""
+        """It came once more.
+
+        Raises:
+            ValueError: ``now`` is no time.
+        """
+        if not isfinite(now):  # kept, it would be in every sum from now on
+            raise ValueError(f"the time is {now}: give seconds")
         if self._origin is None:
             self._origin = now
-        age = (now - self._origin) / self._memory_s
+        age = self._age(now)
         if age > OLD:
             self._rescale(now, exp(-age))
             age = 0.0
@@ -84,7 +90,12 @@ class Rates:
     def _weight(self, now: float) -> float:
         if self._origin is None:
             return 1.0
-        return exp(min((now - self._origin) / self._memory_s, 3 * OLD))
+        return exp(min(self._age(now), 3 * OLD))
+
+    def _age(self, now: float) -> float:
+        """In times of the memory. A clock that was set back far gives no weight of 0."""
+        assert self._origin is not None
+        return max((now - self._origin) / self._memory_s, -OLD)
 
     def _rescale(self, now: float, factor: float) -> None:
         self._counts = {key: count * factor for key, count in self._counts.items()}

@@ -66,6 +66,7 @@ class WaitingList:
         self._wanted: dict[str, int] = {}  # of requests: its place in the order of arrival
         self._first_seen: dict[str, tuple[float, str]] = {}  # by request id
         self._hints: dict[str, _Hint] = {}
+        self._lapsed_at: float | None = None  # when lapsed hints were last looked for to make room
         self.failed: dict[str, AdapterCacheError] = {}
         """Loads for waiting requests that failed since the last decision: its next one tells them,
         however late it comes."""
@@ -195,7 +196,8 @@ class WaitingList:
 
     def hint(self, adapter_id: str, to: Tier, now: float) -> None:
         """Somebody will want it soon. Lapses, unless it is said again."""
-        if len(self._hints) >= MAX_HINTS:
+        if len(self._hints) >= MAX_HINTS and now != self._lapsed_at:  # once a call of `prefetch`
+            self._lapsed_at = now
             self.hints(now)  # drops those that have lapsed
         if (said := self._hints.get(adapter_id)) is not None:
             said.to, said.until = to, now + HINT_LASTS_S

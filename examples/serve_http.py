@@ -255,7 +255,7 @@ class Handler(BaseHTTPRequestHandler):
             raise BadRequest(f"a body of {length} bytes; at most {MAX_BODY}")
         try:
             body = json.loads(self.rfile.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # nested too deep
             raise BadRequest(f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise BadRequest("the body is not a JSON object")

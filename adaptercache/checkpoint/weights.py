@@ -97,8 +97,9 @@ class Checkpoint:
         """Bytes of all A and B, in the file's dtypes."""
         return sum(w.a.nbytes + w.b.nbytes for w in self.modules.values())
 
-    def delta(self, path: str) -> torch.Tensor:
-        """The full ΔW of a module, scaling included, float32, in the base weight's own orientation.
+    def delta(self, path: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The full ΔW of a module, scaling included, in the base weight's own orientation, computed
+        in ``dtype``.
 
         Linear and conv1d ``[out, in]``, embedding ``[vocabulary, hidden]``, a parameter in its own
         shape.
@@ -107,7 +108,7 @@ class Checkpoint:
             KeyError: the adapter has nothing for that path.
         """
         weights = self.modules[path]
-        product = weights.scaling * (weights.b.float() @ weights.a.float())
+        product = weights.scaling * (weights.b.to(dtype) @ weights.a.to(dtype))
         return product.T if self.base.modules[path].kind == "embedding" else product
 
     @cached_property

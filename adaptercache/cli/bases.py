@@ -19,7 +19,10 @@ _LARGEST_FILE = 64 << 20
 def base_beside(adapter: Path) -> Path | None:
     """The base's config.json in an adapter's own directory, where some trainers leave it."""
     path = adapter / _CONFIG
-    return path if path.is_file() else None
+    try:
+        return path if path.is_file() else None
+    except OSError:  # a name that no file system holds: whoever reads the adapter says so
+        return None
 
 
 def read_base(path: Path) -> BaseModel:

@@ -29,6 +29,7 @@ def merge(
 ) -> None:
     """Write the base model with the adapter in its weights: float32, rounded once."""
     from adaptercache.checkpoint import read_checkpoint
+    from adaptercache.errors import LoadFailed
     from adaptercache.merge import base_of_files
     from adaptercache.merge import merge as merge_files
 
@@ -36,11 +37,13 @@ def merge(
         table = base_of_files(base)
     with refusing("reader", as_json=as_json):
         checkpoint = read_checkpoint(adapter, table)
-    try:
-        with refusing("merger", as_json=as_json):
+    with refusing("merger", as_json=as_json):
+        try:
             merge_files(checkpoint, base, output, untie=untie)
-    except FileExistsError as error:
-        raise typer.BadParameter(str(error)) from error
+        except FileExistsError as error:
+            raise typer.BadParameter(str(error)) from error
+        except OSError as error:  # no such parent, no right to write there, no room
+            raise LoadFailed(f"{output} can't be written: {error}") from error
     if as_json:
         changed = sorted(checkpoint.modules)
         write_json({"status": "written", "target": str(output), "changed": changed})

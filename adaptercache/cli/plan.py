@@ -24,8 +24,10 @@ def _bandwidth(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e9:
-        raise typer.BadParameter(f"{text!r} is no bandwidth: give 10⁹ bytes a second, above 0")
+    if not 1e-9 <= value < 1e9:
+        raise typer.BadParameter(
+            f"{text!r} is no bandwidth: give 10⁹ bytes a second, 1e-9 at least"
+        )
     return value
 
 

@@ -142,6 +142,13 @@ def _read_back(folder: Path, adapter: ForeignAdapter) -> None:
         contents = sort_tensors(stored.outlines)
     meant = {pair.module: pair.a.shape[0] for pair in adapter.pairs}
     for pair in contents.pairs:
+        if pair.module not in meant:  # a wrapper's name in it, which readers leave out
+            raise AdapterInvalid(
+                "PEFT's names can't say this module's",
+                where=", ".join(sorted(meant.keys() - {each.module for each in contents.pairs})),
+                expected="the path of a module of the base model",
+                remedy="take the wrapper's part out of the tensors' names",
+            )
         rank = config.rank_of(pair.module)
         scaling = config.scaling_of(pair.module, rank)
         assert (pair.a.shape[0], rank) == (meant[pair.module],) * 2, pair.module

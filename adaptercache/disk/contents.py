@@ -20,7 +20,9 @@ from typing import NamedTuple
 from cachetools import LRUCache
 
 from adaptercache.disk.locks import seize
+from adaptercache.errors import AdapterInvalid
 from adaptercache.identity import Digest
+from adaptercache.regular_file import open_regular
 
 __all__ = ["SUMS", "Contents", "Entry", "flush", "read_sums", "sums_size", "write_sums"]
 
@@ -180,9 +182,17 @@ def _sums_text(sums: Mapping[str, int]) -> bytes:
 
 
 def read_sums(folder: Path) -> dict[str, int] | None:
-    """The same, read back; None: there are none, or they are torn."""
+    """The same, read back; None: there are none.
+
+    Raises:
+        ValueError: they are torn, or no sums.
+        OSError: they can't be read.
+    """
     try:
-        found = json.loads((folder / SUMS).read_text())
+        with open_regular(folder / SUMS) as file:
+            found = json.loads(file.read())
         return {str(name): int(crc, 16) for name, crc in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except FileNotFoundError:
         return None
+    except (AdapterInvalid, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"these are no sums: {error!s:.200}") from error

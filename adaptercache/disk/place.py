@@ -9,6 +9,7 @@ import tempfile
 import threading
 import uuid
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from adaptercache.disk.locks import exclusive, remove_unclaimed
@@ -32,6 +33,8 @@ class Place:
         self.own = self._all / uuid.uuid4().hex
         self._doomed = self.root if root is None else self.own
         self._lock = threading.Lock()
+        self._shared = [self.root / name for name in ("objects", "index", "flights", "tmp")]
+        self._alive = -1  # the lock on our own folder
         self._end: weakref.finalize[..., Place] | None = None
 
     @property
@@ -39,23 +42,26 @@ class Place:
         return self._end is not None
 
     def open(self) -> None:
-        """Take the place, if that hasn't been done.
+        """Take the place, if that hasn't been done, or folders of it have gone since.
 
         Raises:
             OSError: the directory can't be written.
         """
         with self._lock:
             if self._end is not None:
-                return
-            for name in ("objects", "index", "flights", "tmp"):
-                (self.root / name).mkdir(parents=True, exist_ok=True)
+                if not self._end.alive or all(map(Path.is_dir, (*self._shared, self.own))):
+                    return
+                self._end.detach()  # somebody has tidied up here: make them anew
+                os.close(self._alive)
+            for folder in self._shared:
+                folder.mkdir(parents=True, exist_ok=True)
             with exclusive(self.root / "lock"):  # against another cache that starts here now
                 self.remove_dead()
                 remove_unclaimed(self.root / "flights")
-                self.own.mkdir()
-                alive = os.open(self.own, os.O_RDONLY)
-                fcntl.flock(alive, fcntl.LOCK_EX)
-            self._end = weakref.finalize(self, _remove, os.getpid(), alive, self._doomed)
+                self.own.mkdir(exist_ok=True)
+                self._alive = os.open(self.own, os.O_RDONLY)
+                fcntl.flock(self._alive, fcntl.LOCK_EX)
+            self._end = weakref.finalize(self, _remove, os.getpid(), self._alive, self._doomed)
 
     def fresh(self) -> Path:
         """A name that nobody has, on the same file system."""
@@ -86,5 +92,10 @@ class Place:
 
 def _remove(owner: int, alive: int, folder: Path) -> None:
     if os.getpid() == owner:  # not at the end of a child that was forked
-        shutil.rmtree(folder, ignore_errors=True)
+        # Renamed first: whoever publishes out of it meanwhile has done so by then, or fails. A
+        # folder that is renamed while it is being removed would lose its files where it is now.
+        doomed = folder.with_name(f"{folder.name}.gone")
+        with suppress(OSError):
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
     os.close(alive)

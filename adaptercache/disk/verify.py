@@ -65,12 +65,17 @@ def verify(
 
 
 def _look(folder: Path, base: BaseModel | None, options: ReadOptions) -> Finding:
-    sums = read_sums(folder) or {}
+    sums, wrong = {}, []
+    try:
+        sums = read_sums(folder) or {}
+    except (ValueError, OSError) as error:
+        wrong.append(f"{SUMS}: {error}")
     files = sorted(file for file in folder.iterdir() if file.name != SUMS)
-    wrong = [f"{name}: missing" for name in sums if not (folder / name).exists()]
+    wrong += [f"{name}: missing" for name in sums if not (folder / name).exists()]
     unsummed, nbytes = [], 0
     for file in files:
         try:
+            _expect(file.is_file(), "not a file")
             nbytes += file.stat().st_size
             if packed := _PACKED.fullmatch(file.name):
                 _check_packed(file, packed[1], folder.name)

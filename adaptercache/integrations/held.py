@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 from adaptercache.cache import AdapterCache
@@ -19,11 +20,20 @@ _LOOK_AGAIN_S = 0.2  # how soon it shows that a batch can never fit
 
 
 class _Turns:
-    """The locks of one cache: who waits for a set of leases, and who launches."""
+    """The locks of one cache: who waits for a set of leases, and who launches. ``outer``: what
+    this thread's calls hold in which others are made, by a hook, say."""
 
     def __init__(self) -> None:
         self.waiting = threading.Lock()
         self.launching = threading.Lock()
+        self._held = threading.local()
+
+    @property
+    def outer(self) -> list[tuple[str, ...]]:
+        if not hasattr(self._held, "calls"):
+            self._held.calls = []
+        calls: list[tuple[str, ...]] = self._held.calls
+        return calls
 
 
 _turns: WeakKeyDictionary[AdapterCache, _Turns] = WeakKeyDictionary()
@@ -56,6 +66,7 @@ def held(
         TimeoutError: it took longer than ``timeout_s``.
     """
     distinct = tuple(dict.fromkeys(found for found in adapter_ids if found is not None))
+    outer = _turns_of(cache).outer
     _check_room(cache, distinct)
     leases = {adapter_id: cache.acquire(adapter_id) for adapter_id in distinct}
     try:
@@ -66,7 +77,11 @@ def held(
         for lease in leases.values():
             lease.result()
         base = cache.acquire(None)
-        yield [base if found is None else leases[found] for found in adapter_ids]
+        outer.append(distinct)
+        try:
+            yield [base if found is None else leases[found] for found in adapter_ids]
+        finally:
+            outer.pop()
     finally:
         _release(leases)
 
@@ -101,7 +116,9 @@ def _wait(
 
 
 def _check_room(cache: AdapterCache, adapter_ids: Collection[str]) -> None:
-    """Refuse what would wait for ever. Adapters not fetched yet count once they are."""
+    """Refuse what would wait for ever: beside what this thread holds already, too. Adapters not
+    fetched yet count once they are."""
+    adapter_ids = {*adapter_ids, *chain.from_iterable(_turns_of(cache).outer)}
     with cache._deciding.lock:
         demand = gpu_demand(cache._ledger, adapter_ids)
     for unit, (needed, limit) in demand.items():

@@ -51,7 +51,7 @@ def merge_files(checkpoint: Checkpoint, source: Path, output: Path, untie: bool)
 @contextmanager
 def _new_directory(path: Path) -> Iterator[Path]:
     """A folder that becomes ``path`` once it is whole, and is gone where it doesn't."""
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise FileExistsError(f"{path} exists: give a new directory")
     folder = path.parent / f".{path.name}-{secrets.token_hex(8)}"
     folder.mkdir()

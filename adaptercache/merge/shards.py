@@ -6,13 +6,15 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from adaptercache.errors import AdapterInvalid
+from adaptercache.errors import AdapterInvalid, LoadFailed
 from adaptercache.packing import bytes_of
 
 __all__ = ["FLOATS", "Change", "Shard", "StoredTensor", "open_shards", "write_shard"]
@@ -41,16 +43,28 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a model, and what its header says."""
+    """One file of a model, and what its header says.
+
+    Its methods raise LoadFailed where it isn't the file any more that was opened: places by the old
+    header in a new file would be other weights, and a half of each model is none.
+    """
 
     path: Path
     tensors: tuple[StoredTensor, ...]
     metadata: Mapping[str, str]
+    mark: tuple[int, ...]
+
+    @contextmanager
+    def _opened(self) -> Iterator[BufferedReader]:
+        with self.path.open("rb") as file:
+            yield file
+            if _mark(file) != self.mark:
+                raise LoadFailed(f"{self.path} was changed while it was read")
 
     def read(self, stored: StoredTensor) -> torch.Tensor:
         """One tensor, in memory of its own. Its dtype is one of `FLOATS`."""
         buffer = bytearray(stored.end - stored.begin)
-        with self.path.open("rb") as file:
+        with self._opened() as file:
             file.seek(stored.begin)
             if file.readinto(buffer) != len(buffer):
                 raise _broken(self.path, stored.name, "the file ends before it")
@@ -61,7 +75,7 @@ class Shard:
 
     def pieces(self, stored: StoredTensor) -> Iterator[bytes]:
         """One tensor's bytes, whatever its dtype."""
-        with self.path.open("rb") as file:
+        with self._opened() as file:
             file.seek(stored.begin)
             left = stored.end - stored.begin
             while left:
@@ -101,8 +115,14 @@ def open_shards(path: Path) -> tuple[list[Shard], Path | None]:
 
 def _names_in(index: Path) -> list[str]:
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(index.read_bytes())
+        names = sorted(set(content["weight_map"].values()))
+        if not isinstance(content.get("metadata") or {}, dict):
+            raise ValueError(f"metadata is {content['metadata']!r:.100}")
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        RecursionError,
+    ) as error:
         raise _broken(index, None, error) from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -118,11 +138,23 @@ def _open(path: Path) -> Shard:
             if length > min(size - 8, _LONGEST_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header: dict[str, Any] = json.loads(file.read(length))
+            mark = _mark(file)
         metadata = header.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict):
+            raise ValueError(f"__metadata__ is {metadata!r:.100}")
         tensors = [_stored(name, entry, 8 + length, size) for name, entry in header.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        RecursionError,
+    ) as error:
         raise _broken(path, None, error) from error
-    return Shard(path, tuple(sorted(tensors, key=lambda each: each.begin)), metadata)
+    return Shard(path, tuple(sorted(tensors, key=lambda each: each.begin)), metadata, mark)
+
+
+def _mark(file: BufferedReader) -> tuple[int, ...]:
+    """Which file it is, and which content of it."""
+    info = os.fstat(file.fileno())
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def _stored(name: str, entry: Mapping[str, Any], start: int, size: int) -> StoredTensor:

@@ -13,10 +13,10 @@ __all__ = ["added", "check_dtype", "weight_of_head"]
 
 def added(checkpoint: Checkpoint, path: str, weight: Tensor) -> Tensor:
     """The weight with its ΔW, in the weight's dtype and orientation."""
-    delta = checkpoint.delta(path)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    delta = checkpoint.delta(path, wide)
     if checkpoint.base.modules[path].kind == "conv1d":
         delta = delta.T
-    wide = torch.promote_types(weight.dtype, torch.float32)
     merged = (weight.to(wide) + delta.to(weight.device)).to(weight.dtype)
     if not bool(torch.isfinite(merged).all()):
         raise AdapterInvalid(

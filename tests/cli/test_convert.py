@@ -88,3 +88,14 @@ def test_what_it_does_not_know_is_refused(run: Any, tmp_path: Path) -> None:
     assert (done.code, done.json["refusal"]["by"]) == (1, "converter")
     assert not (tmp_path / "peft").exists()
     assert run("convert", tmp_path / "empty", tmp_path / "peft").err.startswith("refused by the ")
+
+
+def test_a_module_called_as_a_wrapper_is_refused_by_name(run: Any, tmp_path: Path) -> None:
+    source = tmp_path / "mlx"
+    mlx_adapter(source)
+    tensors = {"module.x.lora_a": torch.randn(16, 4), "module.x.lora_b": torch.randn(4, 16)}
+    save_file(tensors, source / "adapters.safetensors")
+    done = run("convert", source, tmp_path / "peft", "--json")
+    assert done.code == 1
+    assert "module.x" in done.json["refusal"]["where"]
+    assert not (tmp_path / "peft").exists()

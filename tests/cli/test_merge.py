@@ -72,3 +72,16 @@ def test_an_output_that_exists_is_a_wrong_use(run: Any, paths: tuple[Path, Path]
     done = run("merge", *paths, paths[1], "--untie")
     assert done.code == 2
     assert "exists" in done.err
+
+
+@pytest.mark.parametrize("output", ["missing/out", "file/out", "x" * 250, "dangling"])
+def test_where_it_cannot_write_it_says_so(
+    run: Any, paths: tuple[Path, Path], tmp_path: Path, output: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    done = run("merge", *paths, tmp_path / output, "--untie", "--json")
+    if output == "dangling":  # it exists: a wrong use of the command
+        assert (done.code, done.out) == (2, "")
+    else:
+        assert (done.code, done.json["refusal"]["error"]) == (1, "LoadFailed")

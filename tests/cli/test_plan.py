@@ -202,6 +202,7 @@ def test_what_can_never_fit_is_refused(
         (("--gpu-bytes", "8GiB", "--rank", 0), "--rank"),
         (("--gpu-bytes", "8GiB", "--h2d-GBps", "fast"), "'fast' is no bandwidth"),
         (("--gpu-bytes", "8GiB", "--h2d-GBps", "0"), "'0' is no bandwidth"),
+        (("--gpu-bytes", "8GiB", "--h2d-GBps", "1e-320"), "'1e-320' is no bandwidth"),
         (("--gpu-bytes", "8GiB", "--h2d-GBps", "nan"), "'nan' is no bandwidth"),
         (("--gpu-bytes", "8GiB", "--file-dtype", "int3"), "one of bfloat16"),
         (("--gpu-bytes", "8GiB", "--kv-heads", 8), "--kv-block-size, --kv-heads and --head-dim"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,21 @@ def test_it_changes_nothing(run: Any, tiny: Any, disk: Path) -> None:
     before = {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
     run("verify", disk)
     assert before == {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("sums", [b"[1]", b"\xff", b'{"a": "xyz"}', b"[" * 100_000, b"{"])
+def test_spoilt_sums_hide_nothing(run: Any, disk: Path, sums: bytes) -> None:
+    folder = min((disk / "objects").iterdir())
+    (folder / "files.json").write_bytes(sums)
+    done = run("verify", disk, "--json")
+    assert (done.code, done.json["status"]) == (1, "broken")
+    assert "files.json: these are no sums" in done.json["broken"][0]["wrong"][0]
+
+
+@pytest.mark.parametrize("name", ["files.json", "adapter_model.safetensors"])
+def test_what_is_no_file_is_not_waited_for(run: Any, disk: Path, name: str) -> None:
+    folder = min((disk / "objects").iterdir())
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    done = run("verify", disk, "--json")
+    assert (done.code, done.json["status"]) == (1, "broken")

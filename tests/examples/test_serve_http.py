@@ -108,6 +108,7 @@ def test_an_adapter_that_cannot_be_served_has_its_status(
     "content",
     [
         b"{",
+        b"[" * 100_000,
         b"[]",
         {"prompt": "x"},
         {"model": "base"},

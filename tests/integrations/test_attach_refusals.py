@@ -452,6 +452,21 @@ def test_other_spellings_do_not_pass_for_the_base_model(
         model.generate(IDS, **{name: ["a1", "a2"]}, **GREEDY)
 
 
+def test_a_call_inside_a_call_that_never_fits_beside_it_is_refused(llama_adapters: Path) -> None:
+    """Guidance by another adapter, from a logits processor: it waited for what its own thread
+    held."""
+    with attached("llama", llama_adapters, gpu_slots=2) as (model, cache):
+
+        def guided(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            model(ids, adapters=["a3"] * len(ids))
+            return scores
+
+        with pytest.raises(CapacityError, match="does not fit the GPU at once"):
+            model.generate(IDS, adapters=["a1", "a2"], logits_processor=[guided], **GREEDY)
+        model.generate(IDS, adapters=["a1", "a1"], logits_processor=[guided], **GREEDY)
+        assert cache.stats().leases == 0
+
+
 class Transposed(torch.nn.Module):
     """A model that works on tokens first, rows second."""
 

@@ -1,0 +1,57 @@
+"""`close` removed the temporary folder while something was being published out of it: the folder
+was renamed under the removal, which went on in the published content."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptercache import AdapterFiles, CacheClosed
+from adaptercache.checkpoint import Checkpoint
+
+
+@pytest.mark.parametrize("turn", range(40))
+def test_what_is_published_while_it_closes_is_whole_or_not_there(
+    tiny: Any, tmp_path: Path, turn: int
+) -> None:
+    source = tiny.source("a")
+
+    def close_soon(checkpoint: Checkpoint, folder: Path) -> None:
+        closing.start()
+        time.sleep(turn % 20 * 5e-5)
+
+    files = AdapterFiles(
+        source, tiny.layout.base, disk_dir=tmp_path, disk_bytes=None, check=close_soon
+    )
+    closing = threading.Thread(target=files.close)
+    opened = None
+    with suppress(CacheClosed):
+        opened = files.open("a").path
+    closing.join()
+    wanted = set(source.files("a", source.revision("a")))
+    for content in (tmp_path / "objects").iterdir():
+        assert wanted <= set(os.listdir(content))
+    assert opened is None or wanted <= set(os.listdir(opened))
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("gone", ["tmp/*", "tmp", "index", "flights", "objects", "."])
+def test_folders_that_somebody_has_removed_are_made_again(
+    tiny: Any, tmp_path: Path, gone: str
+) -> None:
+    """A cleaner of temporary directories, say: all loads failed until the restart."""
+    root = tmp_path / "disk"
+    with tiny.cache(tiny.source("a", "b"), disk_dir=root) as cache:
+        tiny.load(cache, "a")
+        for folder in [root] if gone == "." else list(root.glob(gone)):
+            os.rename(folder, tmp_path / f"gone-{folder.name}")
+        tiny.load(cache, "b")
+        assert tiny.idle(cache) or tiny.wait_until(lambda: tiny.idle(cache))
+    with tiny.cache(tiny.source("a", "b"), disk_dir=root) as cache:
+        tiny.load(cache, "a", "b")
