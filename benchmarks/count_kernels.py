@@ -54,10 +54,12 @@ INSIDE = "ADAPTERCACHE_COUNTED"  # the process that ncu watches
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--only", default="", help="cases whose name matches this pattern")
+    parser.add_argument("--only", default="", help="cases whose name begins as this pattern")
     options = parser.parse_args()
     pattern = options.only or f"(?:{CASES.pattern})$"
     cases = [case for case in all_cases() if re.match(pattern, case.name)]
+    if not cases:
+        raise SystemExit(f"no case's name begins as {options.only!r} says")
     if INSIDE in os.environ:
         for case in cases:
             launch(case)

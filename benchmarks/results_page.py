@@ -309,6 +309,19 @@ SECTIONS = (
             {"loads_per_request": "loads", "copies_per_request": "copies"},
         ),
     ),
+    Section(
+        "counters",
+        "What the kernels' hardware counters say",
+        "By Nsight Compute, each kernel alone, from cold caches. Cycles are an instruction's.",
+        columns(
+            {"us": "µs", "dram_read_MB": "MB from DRAM", "l2_MB": "MB of the L2"}
+            | {"dram_pct": "DRAM, %", "l2_pct": "L2, %", "tensor_pct": "tensor cores, %"}
+            | {"issue_pct": "issue slots, %", "warps_pct": "warps, %"}
+            | {"cycles_an_instruction": "cycles", "cycles_for_memory": "for memory"}
+            | {"cycles_at_barriers": "at barriers"}
+            | {"programs": "programs", "registers": "registers"}
+        ),
+    ),
     Section("prefix", "Prefix keys", "MB/s of token ids.", columns({"MBps": "MB/s"})),
     Section(
         "pages",

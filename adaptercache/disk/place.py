@@ -48,13 +48,16 @@ class Place:
             OSError: the directory can't be written.
         """
         with self._lock:
-            if self._end is not None:
-                if not self._end.alive or all(map(Path.is_dir, (*self._shared, self.own))):
-                    return
-                self._end.detach()  # somebody has tidied up here: make them anew
-                os.close(self._alive)
-            for folder in self._shared:
+            folders = (*self._shared, self.own)
+            if self._end is not None and (not self._end.alive or all(map(Path.is_dir, folders))):
+                return  # closed, or taken
+            for folder in self._shared:  # anew, where somebody has tidied up here
                 folder.mkdir(parents=True, exist_ok=True)
+            if self._end is not None:
+                if self.own.is_dir():  # still locked, and what is being written is in it
+                    return
+                self._end.detach()
+                os.close(self._alive)
             with exclusive(self.root / "lock"):  # against another cache that starts here now
                 self.remove_dead()
                 remove_unclaimed(self.root / "flights")

@@ -14,6 +14,7 @@ import pytest
 
 from adaptercache import AdapterFiles, CacheClosed
 from adaptercache.checkpoint import Checkpoint
+from adaptercache.disk.place import Place
 
 
 @pytest.mark.parametrize("turn", range(40))
@@ -55,3 +56,23 @@ def test_folders_that_somebody_has_removed_are_made_again(
         assert tiny.idle(cache) or tiny.wait_until(lambda: tiny.idle(cache))
     with tiny.cache(tiny.source("a", "b"), disk_dir=root) as cache:
         tiny.load(cache, "a", "b")
+
+
+def test_what_is_being_written_stays_ours_when_others_folders_are_made_again(
+    tmp_path: Path,
+) -> None:
+    """The lock that says that we live is never let go of, so no other process tidies us up."""
+    ours = Place(tmp_path)
+    ours.open()
+    (ours.own / "download").mkdir()
+    (tmp_path / "index").rmdir()
+    alive = ours._alive
+    ours.open()
+    assert (tmp_path / "index").is_dir()
+    assert ours._alive == alive
+    theirs = Place(tmp_path)
+    theirs.open()
+    assert (ours.own / "download").is_dir()
+    theirs.close()
+    ours.close()
+    assert list((tmp_path / "tmp").iterdir()) == []
