@@ -5,7 +5,6 @@ import logging
 from adaptercache.adapter_files import AdapterFiles
 from adaptercache.advice import Advice
 from adaptercache.base_model import BaseModel
-from adaptercache.batch import Request
 from adaptercache.cache import AdapterCache
 from adaptercache.caps import Caps
 from adaptercache.checkpoint import ReadOptions
@@ -23,6 +22,7 @@ from adaptercache.identity import AdapterKey, Digest
 from adaptercache.layout import KVLayout, LoraLayout
 from adaptercache.lease import Admission, Lease
 from adaptercache.prefix import prefix_keys
+from adaptercache.request import Request
 from adaptercache.stats import Stats, Tier
 from adaptercache.tiers.remote import DirectorySource, Source
 

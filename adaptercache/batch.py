@@ -13,42 +13,14 @@ from dataclasses import dataclass, field
 
 from adaptercache.caps import CAP_REASONS, NO_CAPS, Caps, Roster
 from adaptercache.errors import AdapterCacheError, CapacityError
-from adaptercache.identity import Digest, check_id
+from adaptercache.identity import Digest
+from adaptercache.request import Request
 from adaptercache.standing import Load, Standing, State
 from adaptercache.step_room import StepRoom
 
-__all__ = ["Batch", "Decision", "Request", "plan"]
+__all__ = ["Batch", "Decision", "plan"]
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request that waits, or runs.
-
-    Args:
-        request_id: yours; unique among the requests of one `admit`, running ones included.
-        adapter_id: its adapter; None is the base model.
-        num_tokens: that it brings into a step; with speculative decoding, its draft too.
-        kv_pages: KV pages that it will take when it is admitted (0 where KV doesn't share the
-            arena). Admission holds it back until they can be had; take them before the next
-            call, for a load that ends meanwhile may need the room.
-        pipelined: admit it while its adapter is still being copied to the GPU. The step then
-            waits layer by layer: `add_lora` does, outside of CUDA graphs; between the pieces of a
-            piecewise captured model call ``lora.wait(layer)``.
-    """
-
-    request_id: str
-    adapter_id: str | None = None
-    num_tokens: int = 1
-    kv_pages: int = 0
-    pipelined: bool = False
-
-    def __post_init__(self) -> None:
-        check_id(self.adapter_id)
-        for value in (self.num_tokens, self.kv_pages):
-            if not hasattr(value, "__index__"):
-                raise TypeError(f"num_tokens and kv_pages are ints, not {value!r:.80}")
-        if self.num_tokens < 0 or self.kv_pages < 0:
-            raise ValueError(f"{self}: num_tokens and kv_pages are not negative")
+ROOM_REASONS = frozenset({"room", "kv_pages"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +31,9 @@ class Decision:
     way), ``room`` (no pages or slot for it yet), ``kv_pages``, ``max_adapters`` or another of the
     batch's caps. ``pages_wanted``: how many idle KV pages freed would let cold adapters in: as
     many as may join the batch, and one at least.
-    ``refused``: the adapter that is first in line for room and finds none. ``capped``: the request
-    id that is first of those that wait for a cap. ``cold``: the adapters of the deferred, in order.
+    ``refused``: the adapter that is first in line for room and finds none. ``first``: who is first
+    of those that wait for a cap (``"cap"``), and of those that wait for pages or a slot
+    (``"room"``). ``cold``: the adapters of the deferred, in order.
     """
 
     admitted: tuple[tuple[Request, Digest | None], ...] = ()
@@ -71,7 +44,7 @@ class Decision:
     loads: tuple[Load, ...] = ()
     pages_wanted: int = 0
     refused: Digest | None = None
-    capped: str | None = None
+    first: dict[str, Request] = field(default_factory=dict)
     cold: tuple[str, ...] = ()
 
 
@@ -82,14 +55,14 @@ class Batch:
     Args:
         adapters: those of the running requests, one entry a request.
         tokens: that the running requests bring into a step.
-        overdue: a request id that others have been admitted past too often: until it is in, nobody
-            behind it takes what it waits for.
+        overdue: ids of requests that others have been admitted past too often: until they are in,
+            nobody behind them takes what they wait for.
     """
 
     adapters: Collection[Digest] = ()
     tokens: int = 0
     caps: Caps = NO_CAPS
-    overdue: str | None = None
+    overdue: Collection[str] = ()
 
 
 NO_BATCH = Batch()
@@ -126,7 +99,7 @@ def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> D
         loads=loads,
         pages_wanted=state.kv_pages_wanted(placement, max(1, walk.room_for_adapters())),
         refused=placement.no_room[0] if placement.no_room else None,
-        capped=walk.first_capped(),
+        first=walk.first_in_line(),
         cold=tuple(walk.cold),
     )
 
@@ -184,6 +157,16 @@ class _Admissions:
                 reasons[request.request_id] = reason
                 if adapter_id is not None:
                     cold[adapter_id] = None
+                if request.request_id in self._overdue:
+                    self._keep_room_for(request, reason)
+
+    def _keep_room_for(self, request: Request, reason: str) -> None:
+        """It was passed too often: whoever comes behind it leaves it the pages that it needs, its
+        adapter's and its own. They are not kept for one whose adapter is still far away."""
+        if reason not in CAP_REASONS:
+            pages = self._state.pages_to_load(request.adapter_id)
+            if pages is not None:
+                self.room.keep(request.kv_pages, pages)
 
     def _is_coming(self, adapter_id: str | None) -> bool:
         standing = self._standings.get(adapter_id) if adapter_id is not None else None
@@ -210,6 +193,8 @@ class _Admissions:
         reason = self.room.refuses(request.num_tokens, request.kv_pages, idle_pages)
         if reason is not None:
             self._defer(request, reason)
+            if request.request_id in self._overdue:
+                self._keep_room_for(request, reason)
             return
         self._admit(request, digest)
 
@@ -246,7 +231,7 @@ class _Admissions:
 
     def _may_join(self, request: Request, adapter_id: str, digest: Digest) -> bool:
         """Whether the caps let its adapter in, and it isn't put aside for its rank."""
-        is_overdue = request.request_id == self._overdue
+        is_overdue = request.request_id in self._overdue
         if not (self._is_last_look or is_overdue or self._roster.is_near(digest)):
             self._far.append(request)
             return False
@@ -284,9 +269,13 @@ class _Admissions:
         """How many more distinct ones the caps let in."""
         return self._roster.room
 
-    def first_capped(self) -> str | None:
-        """Who is first in line of those that wait for a cap on adapters alone."""
-        if CAP_REASONS.isdisjoint(self._waits.values()):
-            return None
-        waiting = (request.request_id for request in self.deferred)
-        return next((each for each in waiting if self.reasons[each] in CAP_REASONS), None)
+    def first_in_line(self) -> dict[str, Request]:
+        """Who is first of those that wait for a cap on adapters, and of those that wait for pages
+        or a slot."""
+        met = set(self.reasons.values())
+        lines = {"cap": met & CAP_REASONS, "room": met & ROOM_REASONS}
+        return {
+            line: next(r for r in self.deferred if self.reasons[r.request_id] in reasons)
+            for line, reasons in lines.items()
+            if reasons
+        }

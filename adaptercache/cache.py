@@ -14,7 +14,6 @@ from torch import Tensor
 
 from adaptercache.advice import Advice, advise
 from adaptercache.assembly import Budgets, assemble
-from adaptercache.batch import Request
 from adaptercache.caps import Caps
 from adaptercache.checkpoint import ReadOptions
 from adaptercache.given import caps_of
@@ -23,6 +22,7 @@ from adaptercache.kernels import LoraBatch, warmup
 from adaptercache.kv import KVPages
 from adaptercache.layout import KVLayout, LoraLayout
 from adaptercache.lease import Admission, Lease
+from adaptercache.request import Request
 from adaptercache.sleep import fall_asleep, wake_up
 from adaptercache.snapshot import resident_ids, snapshot
 from adaptercache.stats import Stats, Tier

@@ -8,9 +8,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import Protocol
 
-from adaptercache.batch import Request
 from adaptercache.errors import AdapterCacheError
 from adaptercache.identity import AdapterKey, Digest
+from adaptercache.request import Request
 from adaptercache.waiting import Grant
 
 __all__ = ["Admission", "Lease"]

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, Literal
 
 from adaptercache.arena import GpuPlace
-from adaptercache.batch import Batch, Decision, Request, plan
+from adaptercache.batch import Batch, Decision, plan
 from adaptercache.caps import Caps
 from adaptercache.deciding import Deciding, complain
 from adaptercache.given import all_of, check_distinct, no_pair, requests_of
@@ -25,6 +25,7 @@ from adaptercache.lease import Admission, Lease
 from adaptercache.ledger import Ledger
 from adaptercache.lifts import Lifts
 from adaptercache.prefetch import Lifter
+from adaptercache.request import Request
 from adaptercache.residency import Copy, State
 from adaptercache.stats import Tier
 from adaptercache.waiting import Grant
@@ -123,7 +124,7 @@ class Leasing:
         with self._deciding.lock:
             self._deciding.check_open()
             self._ledger.gpu.check_leads()
-            batch, floor = Batch(digests, tokens, caps, line.overdue), line.kv_pages
+            batch, floor = Batch(digests, tokens, caps, line.turns.overdue), line.kv_pages
             decision = plan(waiting, self._lifts, batch)
             check_distinct(decision, [request.request_id for request, _ in pairs])
             coming = {load.digest for load in decision.loads}
@@ -176,7 +177,7 @@ class Leasing:
             ledger.clock(),
             ledger.found_in,
         )
-        ledger.waiting.note_capped(decision.capped, bool(decision.admitted))
+        ledger.waiting.turns.note(decision.first, decision.reasons.keys(), bool(decision.admitted))
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in decision.admitted)
         self._lapses = time.monotonic() + PROMISE_S
         ledger.waiting.starved = True  # perhaps: the next that frees room finds out

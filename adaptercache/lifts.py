@@ -23,7 +23,7 @@ from adaptercache.residency import Copy
 from adaptercache.standing import Load, Standing
 from adaptercache.stats import Tier
 from adaptercache.step_room import KVRoom
-from adaptercache.waiting import MAX_BYPASSES
+from adaptercache.turns import MAX_BYPASSES
 
 __all__ = ["Lifts"]
 
@@ -78,6 +78,25 @@ class Lifts:
         copy = self._ledger.gpu.get(digest)
         return copy.size if copy is not None and copy.idle else 0
 
+    def pages_to_load(self, adapter_id: str | None) -> int | None:
+        if adapter_id is None:
+            return 0
+        known = self._ledger.catalog.get(adapter_id)
+        if known is None:
+            return None
+        if self._ledger.gpu.get(known.digest) is not None:
+            return self.idle_pages(known.digest)
+        if not self._can_go_up(known.digest):
+            return None
+        return self._ledger.gpu.shape.pages_for(known.elements)
+
+    def _can_go_up(self, digest: Digest) -> bool:
+        """Whether its copy to the GPU could start now, as far as the tier below is asked."""
+        host, peers = self._ledger.host, self._ledger.gpu.peers
+        if peers is not None:
+            return host.resident(digest) is not None and peers.have(digest)
+        return host.resident(digest) is not None or host.is_coming(digest)
+
     def number(self, placement: Placement) -> tuple[Load, ...]:
         return self._ledger.gpu.number(placement)
 
@@ -109,11 +128,9 @@ class Lifts:
             return Placement((), (), digests, max(0, short) if refused else 0, behind)
         wants = {digest: Want(digest, 0, False) for digest in admitted}
         for known, hint in line:
-            ready = ledger.host.resident(known.digest) is not None
-            ready = ready and (gpu.peers is None or gpu.peers.have(known.digest))
-            ready = ready or (gpu.peers is None and ledger.host.is_coming(known.digest))
             pages = gpu.shape.pages_for(known.elements)
             if known.digest not in wants:  # others of its requests may go on waiting
+                ready = self._can_go_up(known.digest)
                 wants[known.digest] = Want(known.digest, pages, ready, hint)
         page_bytes = gpu.shape.rows * gpu.shape.page_bytes
         hints = hint_bounds(gpu.shape.num_pages, page_bytes)
@@ -139,7 +156,7 @@ class Lifts:
         if refused != waiting.refused:
             waiting.refused, waiting.bypasses = refused, 0
             ledger.stop_draining()
-        if refused is None or waiting.bypasses < MAX_BYPASSES:
+        if refused is None or not (waiting.bypasses >= MAX_BYPASSES or self._is_overdue(refused)):
             return
         line = [known for known, _ in self._line(Tier.GPU)]
         place = next((i for i, known in enumerate(line) if known.digest == refused), None)
@@ -157,6 +174,13 @@ class Lifts:
                 missing -= copy.size
                 if missing <= 0:
                     break
+
+    def _is_overdue(self, digest: Digest) -> bool:
+        """Whether it is the adapter of a request that was passed too often."""
+        overdue = self._ledger.waiting.turns.overdue.values()
+        ids = (request.adapter_id for request in overdue if request.adapter_id is not None)
+        known = (self._ledger.catalog.get(adapter_id) for adapter_id in ids)
+        return any(each is not None and each.digest == digest for each in known)
 
     def apply(self, decision: Decision) -> None:
         """Carry out evictions and loads: the pages are the new adapters' from now on.

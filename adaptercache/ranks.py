@@ -21,12 +21,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from adaptercache.assembly import Parts
-from adaptercache.batch import Decision, Request
+from adaptercache.batch import Decision
 from adaptercache.cache import AdapterCache
 from adaptercache.errors import LoadFailed
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.lease import Admission, Lease
 from adaptercache.peers import Evict, Orders, Peers, Report
+from adaptercache.request import Request
 from adaptercache.residency import State
 from adaptercache.stats import Tier
 from adaptercache.waiting import Grant

@@ -61,6 +61,10 @@ class State(Protocol):
     def idle_pages(self, digest: Digest) -> int:
         """Pages that can't be reclaimed any more once this adapter is leased."""
 
+    def pages_to_load(self, adapter_id: str | None) -> int | None:
+        """Pages that this adapter is still to get, or could still lose, until it is leased; None
+        while a tier further down is all that has it."""
+
     def place_on_gpu(
         self, admitted: Collection[Digest], waiting: Sequence[str], kv_promised: int
     ) -> Placement:

@@ -35,6 +35,7 @@ class StepRoom:
         self._max_tokens = max_tokens
         self._tokens_left = None if max_tokens is None else max_tokens - tokens
         self._is_out_of_tokens = self._is_out_of_kv = False
+        self._kv_kept = 0
         self.kv_promised = 0
         """KV pages of those that were let in."""
 
@@ -50,6 +51,11 @@ class StepRoom:
         """Pages that the KV cache can't get any more: loads take them."""
         self._kv_left -= pages
 
+    def keep(self, kv_pages: int, adapter_pages: int) -> None:
+        """Pages that are somebody's who isn't let in yet: nobody behind it gets them."""
+        self._kv_left -= kv_pages + adapter_pages
+        self._kv_kept += kv_pages
+
     def refuses(self, num_tokens: int, kv_pages: int, idle_pages: int) -> str | None:
         """Why a request has to wait; None: it is let in, and what it takes is gone.
 
@@ -60,7 +66,7 @@ class StepRoom:
             if self._is_out_of_tokens:
                 return "max_tokens"
         if kv_pages:
-            quota = self._kv.limit - self._kv.used - self.kv_promised
+            quota = self._kv.limit - self._kv.used - self.kv_promised - self._kv_kept
             room = min(self._kv_left - idle_pages, quota)
             self._is_out_of_kv = self._is_out_of_kv or kv_pages > room
             if self._is_out_of_kv:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from itertools import count, islice
 from operator import attrgetter
 
-from adaptercache.batch import Request
 from adaptercache.errors import AdapterCacheError
 from adaptercache.identity import AdapterKey, Digest
+from adaptercache.request import Request
 from adaptercache.stats import Tier
+from adaptercache.turns import Turns
 
 __all__ = ["Grant", "WaitingList"]
 
@@ -21,7 +22,6 @@ _kv_pages = attrgetter("kv_pages")
 
 HINT_LASTS_S = 10.0
 MAX_HINTS = 1024
-MAX_BYPASSES = 100  # hits, or decisions that admitted somebody, past the first in line
 LOOK_AHEAD = 256  # distinct adapters: whoever is further behind is not looked at yet
 
 
@@ -79,10 +79,8 @@ class WaitingList:
         """The adapter that is first in line for room, and found none when last looked at."""
         self.bypasses = 0
         """How often others were served since."""
-        self.capped: str | None = None
-        """The request id that is first in line of those that wait for a cap of the batch."""
-        self.cap_bypasses = 0
-        """How many decisions have admitted others since."""
+        self.turns = Turns()
+        """Which requests were passed too often."""
         self.draining: set[Digest] = set()
         """Adapters that get no new leases, so that the first in line finds room at last."""
         self.starved = False
@@ -177,17 +175,6 @@ class WaitingList:
             for request in requests
             if request.request_id in new
         )
-
-    def note_capped(self, request_id: str | None, others_admitted: bool) -> None:
-        """Who was first in line for a cap in the last decision, and whether others got in."""
-        if request_id != self.capped:
-            self.capped, self.cap_bypasses = request_id, 0
-        self.cap_bypasses += others_admitted
-
-    @property
-    def overdue(self) -> str | None:
-        """The request that was passed over for the batch's caps too often: it is next."""
-        return self.capped if self.cap_bypasses >= MAX_BYPASSES else None
 
     def note_failed(self, adapter_id: str, error: AdapterCacheError) -> None:
         """A load that waiting requests may want has failed."""

@@ -193,7 +193,7 @@ class Serving:
         decision = plan(
             [request for request, _ in window],
             self.lifts,
-            Batch([r.grant.digest for r in running]),
+            Batch([r.grant.digest for r in running], overdue=ledger.waiting.turns.overdue),
         )
         admitted = []
         for request, digest in decision.admitted[:room]:
@@ -217,6 +217,7 @@ class Serving:
             ledger.found_in,
         )
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in admitted)
+        ledger.waiting.turns.note(decision.first, decision.reasons.keys(), bool(admitted))
         ledger.waiting.bypasses += bool(admitted)
         self.lifts.be_fair(decision.refused)
         ledger.outbox.clear()

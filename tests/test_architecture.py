@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).parent.parent / "adaptercache"
 # A name stands for one file; the FOLDERS' stand for whatever is in them.
 DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
-    *("rates", "advice", "caps", "step_room", "standing", "batch", "peers", "waiting", "arena"),
+    *("rates", "advice", "caps", "step_room", "standing", "request", "batch", "peers"),
+    *("turns", "waiting", "arena"),
     *("ledger", "lifts", "routing", "prefix"),
 )
 PARTS_OF_GPU = (

@@ -8,7 +8,7 @@ import pytest
 
 from adaptercache import Caps, Request, Tier
 from adaptercache.testing import FaultySource
-from adaptercache.waiting import MAX_BYPASSES
+from adaptercache.turns import MAX_BYPASSES
 
 STEPS_A_REQUEST = 3
 

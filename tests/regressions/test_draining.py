@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adaptercache import AdapterCache, Request, Tier
-from adaptercache.waiting import MAX_BYPASSES
+from adaptercache.turns import MAX_BYPASSES
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptercache import AdapterNotFound, CapacityError
-from adaptercache.batch import Batch, Decision, Request, plan
+from adaptercache import AdapterNotFound, CapacityError, Request
+from adaptercache.batch import Batch, Decision, plan
 from adaptercache.caps import RANK_CLASSES, Caps, Footprint
 from adaptercache.kernels import segments
 from adaptercache.placement import Placement
@@ -30,6 +30,7 @@ class FakeState:
     standings: dict[str, Standing] = field(default_factory=lambda: dict(READY))
     room: KVRoom = MUCH_KV
     idle: dict[bytes, int] = field(default_factory=dict)
+    to_load: dict[str, int] = field(default_factory=dict)  # pages, of those in CPU memory
     footprints: dict[bytes, Footprint] = field(default_factory=dict)
     placement: Placement = NOTHING
     loads: tuple[Load, ...] = ()
@@ -53,6 +54,12 @@ class FakeState:
 
     def idle_pages(self, digest: bytes) -> int:
         return self.idle.get(digest, 0)
+
+    def pages_to_load(self, adapter_id: str | None) -> int | None:
+        standing = self.standing(adapter_id) if adapter_id is not None else None
+        if standing is None or standing.ready:
+            return self.idle.get(standing.digest or b"", 0) if standing else 0
+        return self.to_load.get(adapter_id or "")
 
     def place_on_gpu(
         self, admitted: Collection[bytes], waiting: Sequence[str], kv_promised: int
@@ -256,12 +263,12 @@ def test_rank_classes_are_those_of_the_kernels() -> None:
 
 def test_who_is_first_in_line_for_a_cap_is_named() -> None:
     decision = plan(requests("x", "a", "b", "c"), FakeState(), Batch(caps=Caps(1)))
-    assert decision.capped == "r2"
-    assert plan(requests("x", "a", "b"), FakeState()).capped is None
+    assert decision.first["cap"].request_id == "r2"
+    assert plan(requests("x", "a", "b"), FakeState()).first == {}
 
 
 def test_an_overdue_request_closes_the_batch_behind_it_to_the_least_used_adapter() -> None:
-    batch = Batch([b"a", b"a", b"b"], caps=Caps(2), overdue="r1")
+    batch = Batch([b"a", b"a", b"b"], caps=Caps(2), overdue=["r1"])
     decision = plan(requests("b", "c", "b", "a", None), FakeState(), batch)
     assert admitted(decision) == ["r0", "r3", "r4"]  # r0 came before it
     assert decision.reasons == {"r1": "max_adapters", "r2": "max_adapters"}
@@ -269,10 +276,45 @@ def test_an_overdue_request_closes_the_batch_behind_it_to_the_least_used_adapter
 
 def test_nobody_small_slips_in_behind_an_overdue_request() -> None:
     state = FakeState(footprints=RANKS)
-    batch = Batch([b"b"], caps=Caps(rank_sum=70), overdue="r0")
+    batch = Batch([b"b"], caps=Caps(rank_sum=70), overdue=["r0"])
     assert admitted(plan(requests("a", "c", "b"), state, batch)) == []
     batch = Batch([b"b"], caps=Caps(rank_sum=70))
     assert admitted(plan(requests("a", "c", "b"), state, batch)) == ["r1", "r2"]
+
+
+def test_who_is_first_in_line_for_room_is_named_whether_for_pages_or_for_a_slot() -> None:
+    no_room = Placement((), (), (b"x",), 1)
+    full = KVRoom(used=99, reclaimable=1, limit=100)
+    decision = plan(requests("a", "x", "y"), FakeState(placement=no_room))
+    assert decision.first["room"].request_id == "r1"
+    waiting = [Request("big", "b", kv_pages=2), *requests("x")]
+    decision = plan(waiting, FakeState(room=full, placement=no_room))
+    assert decision.first["room"].request_id == "big"
+
+
+def test_behind_an_overdue_request_nobody_takes_the_pages_that_it_needs() -> None:
+    """7 for its adapter and 60 of its own, of 100: 33 are left over."""
+    state = FakeState(to_load={"x": 7}, placement=Placement((), (), (b"x",), 1))
+    behind = [Request("s", "a", kv_pages=30), Request("t", None, kv_pages=4), Request("u", "b")]
+    waiting = [Request("first", "c", kv_pages=0), Request("big", "x", kv_pages=60), *behind]
+    assert admitted(plan(waiting, state)) == ["first", "s", "t", "u"]
+    decision = plan(waiting, state, Batch(overdue=["big"]))
+    assert admitted(decision) == ["first", "s", "u"]
+    assert decision.reasons == {"big": "room", "t": "kv_pages"}
+
+
+def test_behind_an_overdue_request_idle_adapters_that_pages_are_to_come_from_stay_idle() -> None:
+    state = FakeState(room=KVRoom(used=60, reclaimable=40, limit=100), idle={b"a": 5, b"b": 30})
+    waiting = [Request("big", "a", kv_pages=38), *requests("b", "c")]
+    assert admitted(plan(waiting, state)) == ["r0", "r1"]
+    decision = plan(waiting, state, Batch(overdue=["big"]))
+    assert admitted(decision) == ["r1"]  # c is leased already: it takes nothing
+    assert decision.reasons == {"big": "kv_pages", "r0": "kv_pages"}
+
+
+def test_no_pages_are_kept_for_an_overdue_request_whose_adapter_is_far_away() -> None:
+    waiting = [Request("big", "x", kv_pages=100), Request("small", None, kv_pages=1)]
+    assert admitted(plan(waiting, FakeState(), Batch(overdue=["big"]))) == ["small"]
 
 
 # -- whatever the state: caps hold, order is kept, everybody is answered

@@ -8,7 +8,6 @@ from adaptercache import Request, Tier
 from adaptercache.waiting import (
     HINT_LASTS_S,
     LOOK_AHEAD,
-    MAX_BYPASSES,
     MAX_HINTS,
     Grant,
     WaitingList,
@@ -126,13 +125,3 @@ def test_when_a_request_was_first_seen_is_known_while_it_waits(line: WaitingList
     assert line.first_seen("r1") == (1.0, "remote")
     assert line.first_seen("r2") == (2.0, "remote")
     assert line.first_seen("base") == (2.0, "gpu")
-
-
-def test_who_is_passed_over_too_often_is_overdue(line: WaitingList) -> None:
-    for _ in range(MAX_BYPASSES):
-        assert line.overdue is None
-        line.note_capped("r1", False)  # nobody else was admitted: not passed over
-        line.note_capped("r1", True)
-    assert line.overdue == "r1"
-    line.note_capped("r2", True)
-    assert line.overdue is None

@@ -1,0 +1,52 @@
+"""Whose turn it is: waiting requests that others have been admitted past too often.
+
+Passing is what keeps a batch full while one request waits for a load, for room, or for a cap; only
+without a bound would it let that request starve. So it is counted, for the first of each line, and
+kept for as long as the request waits: one whose adapter came, went again for KV pages, and comes
+anew doesn't start from nothing.
+
+Plain Python. Not thread-safe: the cache's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from adaptercache.request import Request
+
+__all__ = ["MAX_BYPASSES", "Turns"]
+
+MAX_BYPASSES = 100  # decisions that admitted somebody, or hits of leases, past the first in line
+
+
+class Turns:
+    """Counts how often the first of each line was passed."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Request] = {}
+        self._passed: dict[str, int] = {}  # by request id: whoever was first once, while it waits
+        self.overdue: dict[str, Request] = {}
+        """By request id, those that were passed too often: what they wait for is theirs next."""
+
+    def note(
+        self, first: Mapping[str, Request], waiting: Collection[str], others_admitted: bool
+    ) -> None:
+        """What the last decision came to.
+
+        Args:
+            first: by line (what they wait for), the request that is first in it. Who was first in
+                a line that nobody waits in now counts on: it only waits for a load in between.
+            waiting: the ids of all requests that were deferred.
+            others_admitted: whether anybody was admitted.
+        """
+        self._first |= first
+        for line, request in list(self._first.items()):
+            if request.request_id not in waiting:
+                del self._first[line]
+        for gone in [each for each in self._passed if each not in waiting]:
+            del self._passed[gone]
+            self.overdue.pop(gone, None)
+        for request_id, request in {each.request_id: each for each in self._first.values()}.items():
+            passed = self._passed[request_id] = self._passed.get(request_id, 0) + others_admitted
+            if passed >= MAX_BYPASSES:
+                self.overdue[request_id] = request
