@@ -35,6 +35,7 @@ class Place:
         self._lock = threading.Lock()
         self._shared = [self.root / name for name in ("objects", "index", "flights", "tmp")]
         self._alive = -1  # the lock on our own folder
+        self._is_closed = False
         self._end: weakref.finalize[..., Place] | None = None
 
     @property
@@ -42,15 +43,18 @@ class Place:
         return self._end is not None
 
     def open(self) -> None:
-        """Take the place, if that hasn't been done, or folders of it have gone since.
+        """Take the place, if that hasn't been done, or folders of it have gone since; nothing once
+        it was closed.
 
         Raises:
             OSError: the directory can't be written.
         """
         with self._lock:
+            if self._is_closed:
+                return
             folders = (*self._shared, self.own)
-            if self._end is not None and (not self._end.alive or all(map(Path.is_dir, folders))):
-                return  # closed, or taken
+            if self._end is not None and all(map(Path.is_dir, folders)):
+                return
             for folder in self._shared:  # anew, where somebody has tidied up here
                 folder.mkdir(parents=True, exist_ok=True)
             if self._end is not None:
@@ -89,8 +93,13 @@ class Place:
                 os.close(handle)
 
     def close(self) -> None:
-        if self._end is not None:
-            self._end()
+        """Give the place up, for good."""
+        with self._lock:  # not in the midst of `open`, which would make anew what goes here
+            self._is_closed = True
+            if self._end is not None:
+                self._end()
+            else:
+                shutil.rmtree(self._doomed, ignore_errors=True)
 
 
 def _remove(owner: int, alive: int, folder: Path) -> None:

@@ -76,3 +76,44 @@ def test_what_is_being_written_stays_ours_when_others_folders_are_made_again(
     theirs.close()
     ours.close()
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("root", ["disk", None])
+def test_a_place_that_is_closed_while_somebody_looks_at_it_stays_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str | None
+) -> None:
+    """`close` in the midst of `open`'s look made the folder again, with a lock that nobody ended."""
+    place = Place(tmp_path / root if root else None)
+    place.open()
+    closing = threading.Thread(target=place.close)
+    is_dir = Path.is_dir
+
+    def closed_meanwhile(path: Path) -> bool:
+        if not closing.ident:
+            closing.start()
+            closing.join(0.3)
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", closed_meanwhile)
+    place.open()
+    closing.join()
+    assert not place.own.exists()
+    assert len(handles_below(place.root)) == 0
+    assert root or not place.root.exists()
+
+
+def test_a_place_that_was_closed_before_it_was_opened_stays_closed(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.close()
+    place.open()
+    assert not place.own.exists()
+    assert len(handles_below(place.root)) == 0
+
+
+def handles_below(root: Path) -> list[str]:
+    """Of this process."""
+    found = []
+    for handle in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(handle))
+    return [each for each in found if each.startswith(str(root))]
