@@ -16,9 +16,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -77,7 +79,18 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], service: Service) -> None:
         self.service = service
+        self._connections: WeakSet[socket.socket] = WeakSet()
         super().__init__(address, Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def server_close(self) -> None:
+        for connection in list(self._connections):  # who is still sending would never end
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)
+        super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("%s has gone", client_address, exc_info=True)  # the rest is answered, with a log

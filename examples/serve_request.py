@@ -44,13 +44,16 @@ class Completion:
         for name, value in body.items():
             if name not in FIELDS and not (name in NEUTRAL and value in (NEUTRAL[name], None)):
                 raise BadRequest(f"{name}={value!r} is not served here")
-        temperature = body.get("temperature") or 0.0
-        if not isinstance(temperature, int | float) or not 0 <= temperature <= 2:
+        temperature = _given(body, "temperature", 0.0)
+        if type(temperature) not in (int, float) or not 0 <= temperature <= 2:
             raise BadRequest(f"temperature {temperature!r}: a number from 0 to 2")
+        for name in ("stream", "return_token_ids"):
+            if type(_given(body, name, False)) is not bool:
+                raise BadRequest(f"{name} {body[name]!r}: true or false")
         seed = body.get("seed")
         if seed is not None and not (_is_int(seed) and 0 <= seed < 1 << 63):
             raise BadRequest(f"seed {seed!r}: a whole number")
-        max_tokens = body.get("max_tokens", 16)
+        max_tokens = _given(body, "max_tokens", 16)
         if not _is_int(max_tokens) or max_tokens < 1:
             raise BadRequest(f"max_tokens {max_tokens!r}: a whole number from 1 on")
         model = body.get("model")
@@ -61,9 +64,15 @@ class Completion:
             _prompt(body.get("prompt"), tokenizer),
             max_tokens,
             Sampling(float(temperature), seed),
-            stream=bool(body.get("stream")),
-            return_token_ids=bool(body.get("return_token_ids")),
+            stream=_given(body, "stream", False),
+            return_token_ids=_given(body, "return_token_ids", False),
         )
+
+
+def _given(body: Mapping[str, Any], name: str, default: Any) -> Any:
+    """What the client has said; null is as good as nothing."""
+    value = body.get(name)
+    return default if value is None else value
 
 
 def _prompt(prompt: object, tokenizer: Any) -> list[int]:

@@ -18,7 +18,7 @@ __all__ = ["BaseCopy", "BaseNames", "LoraName", "canonical", "parse_name"]
 
 _LONGEST_NAME = 512
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_ROOTS = frozenset({"model", "language_model", "text_model", "thinker", "backbone"})
+_ROOTS = frozenset({"model", "language_model", "text_model", "transformer", "thinker", "backbone"})
 _LANGUAGE_PARTS = frozenset({"layers", "embed_tokens", "lm_head"})
 _RENAMED = {"block_sparse_moe": "mlp"}  # Mixtral, before transformers 5
 _MIXTRAL_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -43,7 +43,7 @@ def merge_files(checkpoint: Checkpoint, source: Path, output: Path, untie: bool)
             _copy_the_rest(source, folder)
         if index is not None:
             _write_index(index, folder, shards, stored, plan)
-        if plan.heads and (folder / "config.json").is_file():
+        if plan.apart and (folder / "config.json").is_file():
             _say_untied(folder / "config.json")
     return output
 
@@ -74,11 +74,14 @@ def _flush(folder: Path) -> None:
 
 
 def _copy_the_rest(source: Path, folder: Path) -> None:
-    """Configs, tokenizers: whatever is neither weights nor an adapter's."""
+    """Configs, tokenizers, chat templates: whatever is neither weights nor an adapter's."""
     for file in sorted(source.iterdir()):
         is_other = file.suffix not in _WEIGHTS and not file.name.endswith(".index.json")
         if file.is_file() and is_other and file.name != "adapter_config.json":
+            folder.mkdir(exist_ok=True)
             shutil.copyfile(file, folder / file.name)
+        elif file.is_dir() and not file.is_symlink() and not file.name.startswith("."):
+            _copy_the_rest(file, folder / file.name)
 
 
 def _write_index(
@@ -101,6 +104,8 @@ def _write_index(
 
 def _say_untied(config: Path) -> None:
     content: dict[str, Any] = json.loads(config.read_bytes())
+    if content.get(_TIED) is False:
+        return
     for part in (content, content.get("text_config")):
         if isinstance(part, dict) and (part is content or _TIED in part):
             part[_TIED] = False

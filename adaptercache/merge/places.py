@@ -86,10 +86,12 @@ class Plan:
 
     ``names``: the base's name of each changed weight, by the adapter's path. ``heads``: of an
     embedding's name, the head that has had no weight of its own, and gets one: its path, and name.
+    ``apart``: a head and its embedding have weights of their own, and differ from now on at least.
     """
 
     names: dict[str, str]
     heads: dict[str, tuple[str, str]]
+    apart: bool
 
 
 def plan_of(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]], untie: bool) -> Plan:
@@ -100,14 +102,15 @@ def plan_of(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]], untie: 
     for path, name in names.items():
         _check_shape(name, shapes[name], modules[path])
     heads: dict[str, tuple[str, str]] = {}
-    tied_heads = {
-        head: embedding
-        for head, embedding in _heads(modules).items()
-        if head not in every and embedding in every
-    }
-    for head, embedding in tied_heads.items():
+    pairs = {head: each for head, each in _heads(modules).items() if each in every}
+    tied_heads = {head: embedding for head, embedding in pairs.items() if head not in every}
+    apart = False
+    for head, embedding in pairs.items():
         changed = [path for path in (head, embedding) if path in checkpoint.modules]
         if not changed or is_one_change(checkpoint, changed, sharing=2):
+            continue
+        apart = True
+        if head in every:
             continue
         if not untie:
             raise tied(changed[0], (head, embedding))
@@ -121,7 +124,7 @@ def plan_of(checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]], untie: 
             expected="the names of the model that the adapter was read for",
             remedy="read the adapter for base_of_files(path)",
         )
-    return Plan(names, heads)
+    return Plan(names, heads, apart)
 
 
 def _by_path(base: BaseModel, names: Iterable[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ pytest.importorskip("peft", minversion="0.21")
 pytest.importorskip("transformers", minversion="5")
 
 import trips
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
 from trip_options import Adapter, adapters
@@ -209,6 +209,59 @@ def test_a_shared_weight_is_refused_by_name_or_untied(module: str, tmp_path: Pat
     for name, want in wanted.items():
         for got in (in_memory, from_files):
             assert (got[name] - want).abs().max() <= 1e-6 * want.abs().max().clamp(min=1), name
+
+
+def test_a_head_that_the_files_hold_apart_stays_apart_in_what_is_loaded(tmp_path: Path) -> None:
+    """The config ties head and embedding, the files hold both, as some tools save them: loaded, the
+    merged head gave way to the embedding."""
+    family, adapter = "qwen2", Adapter({"r": 2, "target_modules": ["q_proj", "lm_head"]})
+    model = trips.base_model(family)
+    with trips.quiet():
+        model.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    assert json.loads((tmp_path / "base" / "config.json").read_text())["tie_word_embeddings"]
+    with saved(family, adapter) as path, trips.quiet():
+        checkpoint = read_checkpoint(path, base_of_files(tmp_path / "base"))
+        merge(checkpoint, tmp_path / "base", tmp_path / "merged")
+        wanted, got = truth(path, family), loaded(tmp_path / "merged", family)
+    for name, want in wanted.items():
+        assert (got[name] - want).abs().max() <= 1e-6 * want.abs().max().clamp(min=1), name
+    assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"])
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False, "some loaders ask nothing else"
+
+
+def test_a_config_that_ties_nothing_is_left_as_it_is(tmp_path: Path) -> None:
+    family, adapter = "llama", Adapter({"r": 2, "target_modules": ["q_proj", "lm_head"]})
+    with trips.quiet():
+        trips.base_model(family).save_pretrained(tmp_path / "base")
+    with saved(family, adapter) as path, trips.quiet():
+        checkpoint = read_checkpoint(path, base_of_files(tmp_path / "base"))
+        merge(checkpoint, tmp_path / "base", tmp_path / "merged")
+    before, after = (tmp_path / each / "config.json" for each in ("base", "merged"))
+    assert before.read_text() == after.read_text()
+
+
+def test_files_of_gpt2_without_its_root_are_merged(tmp_path: Path) -> None:
+    """As the model's own files on the hub are named: ``h.0.attn.c_attn.weight``."""
+    family = "gpt2"
+    options = {"r": 2, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    with trips.quiet():
+        trips.base_model(family).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    bare = {name.removeprefix("transformer."): each for name, each in load_file(file).items()}
+    save_file(bare, file)
+    with saved(family, Adapter(options)) as path, trips.quiet():
+        checkpoint = read_checkpoint(path, base_of_files(tmp_path / "base"))
+        merge(checkpoint, tmp_path / "base", tmp_path / "merged")
+        wanted = truth(path, family)
+    got = load_file(tmp_path / "merged" / "model.safetensors")
+    assert got.keys() == bare.keys()
+    for name, merged in got.items():
+        want = wanted[f"transformer.{name}"]
+        assert (merged - want).abs().max() <= 1e-6 * want.abs().max().clamp(min=1), name
 
 
 def test_one_change_of_a_shared_weight_is_made_once(tmp_path: Path) -> None:

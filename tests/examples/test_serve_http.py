@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -121,6 +122,10 @@ def test_an_adapter_that_cannot_be_served_has_its_status(
         {"model": "base", "prompt": "x", "max_tokens": 10_000},
         {"model": "base", "prompt": "x", "temperature": 3},
         {"model": "base", "prompt": "x", "temperature": "hot"},
+        {"model": "base", "prompt": "x", "temperature": []},
+        {"model": "base", "prompt": "x", "temperature": True},
+        {"model": "base", "prompt": "x", "stream": "false"},
+        {"model": "base", "prompt": "x", "return_token_ids": 1},
         {"model": "base", "prompt": "x", "n": 2},
         {"model": "base", "prompt": "x", "stop": ["y"]},
         {"model": "base", "prompt": "x", "no_such_field": 1},
@@ -235,6 +240,16 @@ def test_a_closed_engine_is_503(world: World) -> None:
 
 
 # -- the command
+
+
+def test_the_server_ends_though_a_client_is_still_sending(world: World) -> None:
+    with ExitStack() as stack:
+        with served(world, pages=600) as (client, _):
+            slow = stack.enter_context(socket.create_connection((client.host, client.port)))
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
+            assert client.complete("base", [1], 2)[0] == 200
+            started = time.monotonic()
+        assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("error", [OSError, ConnectionResetError, TimeoutError, ValueError])

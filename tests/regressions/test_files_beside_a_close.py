@@ -82,7 +82,7 @@ def test_what_is_being_written_stays_ours_when_others_folders_are_made_again(
 def test_a_place_that_is_closed_while_somebody_looks_at_it_stays_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str | None
 ) -> None:
-    """`close` in the midst of `open`'s look made the folder again, with a lock that nobody ended."""
+    """`close` amid `open`'s look made the folder again, with a lock that nobody ended."""
     place = Place(tmp_path / root if root else None)
     place.open()
     closing = threading.Thread(target=place.close)

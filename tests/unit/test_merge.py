@@ -91,6 +91,21 @@ def test_files_become_what_a_state_dict_becomes(model: Path, tmp_path: Path) -> 
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
+def test_folders_beside_the_files_come_along_without_weights(model: Path, tmp_path: Path) -> None:
+    """Further chat templates are kept in one."""
+    for name in ("additional_chat_templates/tools.jinja", "original/consolidated.00.pth", ".git/x"):
+        (model / name).parent.mkdir()
+        (model / name).write_text(name)
+    (model / "original/params.json").write_text("{}")
+    merge(adapter(Q), model, tmp_path / "merged")
+    found = {
+        str(path.relative_to(tmp_path / "merged"))
+        for path in (tmp_path / "merged").rglob("*")
+        if path.is_file() and path.parent != tmp_path / "merged"
+    }
+    assert found == {"additional_chat_templates/tools.jinja", "original/params.json"}
+
+
 def test_the_sum_is_made_in_float32_and_rounded_once() -> None:
     checkpoint, base = adapter(Q), state_dict()
     wanted = (base[f"{Q}.weight"].float() + checkpoint.delta(Q)).to(torch.bfloat16)
