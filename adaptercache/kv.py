@@ -42,8 +42,9 @@ class KVPages:
             self._deciding.check_open()
             limit = self._lifts.kv_room().limit
             if n > limit:
+                unit = "pages" if limit else "pages (the cache has no KVLayout)"
                 raise CapacityError(
-                    "the arena never has so many pages for KV", needed=n, limit=limit, unit="pages"
+                    "the arena never has so many pages for KV", needed=n, limit=limit, unit=unit
                 )
             return self._lifts.allocate_kv(n)
 

@@ -47,7 +47,8 @@ class Leader:
         followers: the numbers of the other ranks.
 
     Raises:
-        ValueError: something is on the GPU already, which the others don't have.
+        ValueError: something is on the GPU already, which the others don't have; or this cache
+            leads or follows already.
     """
 
     def __init__(self, cache: AdapterCache, followers: Iterable[int]) -> None:
@@ -142,9 +143,12 @@ class Follower:
 
         Raises:
             ValueError: orders were left out, or come twice.
+            CacheClosed: the cache is closed.
             RuntimeError: an adapter is leased here that rank 0 has evicted: its leases are to be
                 released when rank 0's are.
         """
+        with self._parts.deciding.lock:
+            self._parts.deciding.check_open()
         if orders.number != self._number + 1:
             raise ValueError(f"orders {orders.number} after {self._number}: each once, in order")
         for act in orders.acts:
@@ -170,6 +174,7 @@ class Follower:
         """What this rank has now: for rank 0, after each step."""
         ledger = self._parts.ledger
         with self._parts.deciding.lock:
+            self._parts.deciding.check_open()
             self._hold()
             now, known = ledger.clock(), ledger.catalog.get
             errors = {key: ledger.failures.get(key, now) for key in self._wanted}
@@ -261,8 +266,12 @@ class Follower:
 
 
 def _check_fresh(cache: AdapterCache) -> None:
-    if len(cache._parts.ledger.gpu):
+    cache._parts.deciding.check_open()
+    gpu = cache._parts.ledger.gpu
+    if len(gpu):
         raise ValueError("something is on the GPU already: lead and follow from the start")
+    if gpu.peers is not None or gpu.follows:
+        raise ValueError("this cache leads or follows already")
 
 
 def _sizes(request: Request) -> tuple[int, int]:

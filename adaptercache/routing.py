@@ -213,7 +213,7 @@ class AffinityRouter:
     def limit(self) -> int:
         """The load that no instance is lifted over now: one more than the mean, at the least, and
         the slack."""
-        total, number = self._total_load, len(self._loads)
+        total, number = self._total_load, max(1, len(self._loads))
         return max(int(self._bound * (total + 1) / number), total // number + 1, self._slack)
 
     def _cost(self, adapter_id: str, instance: Instance) -> float:

@@ -44,7 +44,8 @@ class StepRoom:
         if self._max_tokens is not None and num_tokens > self._max_tokens:
             return "tokens", num_tokens, self._max_tokens
         if kv_pages > self._kv.limit:
-            return "KV pages", kv_pages, self._kv.limit
+            unit = "KV pages" if self._kv.limit else "KV pages (the cache has no KVLayout)"
+            return unit, kv_pages, self._kv.limit
         return None
 
     def hold_back(self, pages: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptercache import KVLayout, Request
+import pytest
+
+from adaptercache import CapacityError, KVLayout, Request
 
 
 def floored(floor_pages: int) -> KVLayout:
@@ -31,3 +33,11 @@ def test_pages_wanted_is_zero_where_freeing_kv_pages_brings_nothing(tiny: Any) -
         for lease in leases:
             lease.release()
         assert wanted == 0
+
+
+def test_kv_pages_without_a_kv_layout_are_refused_with_the_cause(tiny: Any) -> None:
+    with tiny.cache(tiny.source(), kv=None) as cache:
+        ((_, error),) = cache.admit([Request("r", None, kv_pages=1)]).failed
+        assert "no KVLayout" in str(error)
+        with pytest.raises(CapacityError, match="no KVLayout"):
+            cache.pages.allocate(1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adaptercache import Request
+from adaptercache import CacheClosed, Request
 from adaptercache.peers import Evict, Orders
 from adaptercache.ranks import Follower, Leader
 
@@ -27,6 +27,27 @@ def test_a_cache_that_is_in_use_neither_leads_nor_follows(tiny: Any) -> None:
             Leader(cache, [1])
         with pytest.raises(ValueError, match="from the start"):
             Follower(cache, 1)
+
+
+def test_a_rank_leads_or_follows_once(tiny: Any) -> None:
+    """A second one's orders would lack what the first one's have changed."""
+    for one in (lambda cache: Leader(cache, [1]), lambda cache: Follower(cache, 1)):
+        for other in (lambda cache: Leader(cache, [1]), lambda cache: Follower(cache, 1)):
+            with tiny.cache(tiny.source()) as cache:
+                one(cache)
+                with pytest.raises(ValueError, match="leads or follows already"):
+                    other(cache)
+
+
+def test_a_closed_rank_obeys_no_orders(tiny: Any) -> None:
+    with tiny.cache(tiny.source()) as cache:
+        follower = Follower(cache, 1)
+    with pytest.raises(CacheClosed):
+        follower.obey(Orders(1))
+    with pytest.raises(CacheClosed):
+        follower.report()
+    with pytest.raises(CacheClosed):
+        Leader(cache, [1])
 
 
 def test_ranks_sleep_and_wake_together(tiny: Any) -> None:

@@ -98,6 +98,10 @@ def test_a_ranking_begins_where_the_request_would_be_routed(
     assert ranking.limit == routing.limit
 
 
+def test_a_router_without_instances_has_a_limit() -> None:
+    assert AffinityRouter().limit == 1
+
+
 def test_under_the_slack_a_home_takes_all_that_costs_let_it() -> None:
     """Without it the mean of four requests over four instances lets it take one."""
     for slack, at_home in ((0, 1), (8, 4)):
