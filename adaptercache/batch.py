@@ -218,7 +218,11 @@ class _Admissions:
             self._defer(request, "loading")
             return
         reason = self._roster.refuses(digest)
-        reason = reason or self.room.refuses(request.num_tokens, request.kv_pages, 0)
+        if reason is None and request.request_id in self._overdue:
+            kept = self._state.pages_to_load(request.adapter_id)
+            reason = self.room.refuses_kept(request.num_tokens, request.kv_pages, kept)
+        elif reason is None:
+            reason = self.room.refuses(request.num_tokens, request.kv_pages, 0)
         if reason is None:
             self._admit(request, digest)
         else:

@@ -57,6 +57,19 @@ class StepRoom:
         self._kv_left -= kv_pages + adapter_pages
         self._kv_kept += kv_pages
 
+    def refuses_kept(self, num_tokens: int, kv_pages: int, adapter_pages: int | None) -> str | None:
+        """The same as `refuses`, for somebody for whom these pages were kept; ``adapter_pages``
+        None: they were not."""
+        if adapter_pages is None:
+            return self.refuses(num_tokens, kv_pages, 0)
+        self.keep(-kv_pages, -adapter_pages)
+        was_out_of_kv, self._is_out_of_kv = self._is_out_of_kv, False
+        reason = self.refuses(num_tokens, kv_pages, 0)
+        self._is_out_of_kv = self._is_out_of_kv or was_out_of_kv
+        if reason is not None:
+            self.keep(kv_pages, adapter_pages)
+        return reason
+
     def refuses(self, num_tokens: int, kv_pages: int, idle_pages: int) -> str | None:
         """Why a request has to wait; None: it is let in, and what it takes is gone.
 

@@ -453,5 +453,11 @@ def test_caps_and_kv_bind_those_too() -> None:
     short = plan(pipelined("x", "y", kv_pages=2), state)
     assert admitted(short) == ["p0"]
     assert short.reasons == {"p1": "kv_pages"}
+    # What was kept for one who is overdue is there when its load begins, whoever is behind.
+    kept = FakeState(loads=loads[:1], to_load={"x": 2}, room=KVRoom(used=0, reclaimable=7, limit=7))
+    waiting = [*pipelined("x", kv_pages=4), Request("behind", None, kv_pages=3)]
+    decision = plan(waiting, kept, Batch(overdue=["p0"]))
+    assert admitted(decision) == ["p0"]
+    assert decision.reasons == {"behind": "kv_pages"}
     measured = plan(pipelined("x"), FakeState(loads=loads), Batch(caps=Caps(rank_sum=64)))
     assert measured.reasons == {"p0": "loading"}, "what it adds is known once it has begun"
