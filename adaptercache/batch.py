@@ -1,51 +1,31 @@
 """Which waiting requests join the next batch, and which adapters are brought up for the rest.
 
-`plan` is pure: it reads the state and answers with a `Decision`, a value that names requests,
-slots, pages and evictions, and that can be logged, replayed, or applied by other ranks. Nothing
-changes until the decision is applied.
+`plan` is pure: it reads the state and answers with a `Decision`. Nothing changes until that is
+applied.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from adaptercache.caps import CAP_REASONS, NO_CAPS, Caps, Roster
+from adaptercache.decision import Decision, Kept
 from adaptercache.errors import AdapterCacheError, CapacityError
 from adaptercache.identity import Digest
 from adaptercache.request import Request
 from adaptercache.standing import Load, Standing, State
 from adaptercache.step_room import StepRoom
 
-__all__ = ["Batch", "Decision", "plan"]
+__all__ = ["Batch", "plan"]
 
-ROOM_REASONS = frozenset({"room", "kv_pages"})
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What to do: first the evictions, then the loads, then the admissions.
-
-    ``reasons`` says for each deferred request id why it waits: ``loading`` (its adapter is on its
-    way), ``room`` (no pages or slot for it yet), ``kv_pages``, ``max_adapters`` or another of the
-    batch's caps. ``pages_wanted``: how many idle KV pages freed would let cold adapters in: as
-    many as may join the batch, and one at least.
-    ``refused``: the adapter that is first in line for room and finds none. ``first``: who is first
-    of those that wait for a cap (``"cap"``), and of those that wait for pages or a slot
-    (``"room"``). ``cold``: the adapters of the deferred, in order.
-    """
-
-    admitted: tuple[tuple[Request, Digest | None], ...] = ()
-    deferred: tuple[Request, ...] = ()
-    reasons: dict[str, str] = field(default_factory=dict)
-    failed: tuple[tuple[Request, AdapterCacheError], ...] = ()
-    evictions: tuple[Digest, ...] = ()
-    loads: tuple[Load, ...] = ()
-    pages_wanted: int = 0
-    refused: Digest | None = None
-    first: dict[str, Request] = field(default_factory=dict)
-    cold: tuple[str, ...] = ()
+LINES = {
+    "cap": CAP_REASONS,
+    "room": frozenset({"room", "kv_pages"}),
+    "tokens": frozenset({"max_tokens"}),
+}
+"""What makes up each line of those that wait. Who waits for a load is passed by all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +62,7 @@ def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> D
     """
     walk = _Admissions(state, batch)
     walk.look_at_all(waiting)
-    placement = state.place_on_gpu(walk.newcomers, tuple(walk.cold), walk.room.kv_promised)
+    placement = state.place_on_gpu(walk.newcomers, walk.cold, walk.room.kv_promised)
     if placement.no_room:
         walk.tell_no_room(set(placement.no_room))
     loads = state.number(placement)
@@ -100,7 +80,8 @@ def plan(waiting: Sequence[Request], state: State, batch: Batch = NO_BATCH) -> D
         pages_wanted=state.kv_pages_wanted(placement, max(1, walk.room_for_adapters())),
         refused=placement.no_room[0] if placement.no_room else None,
         first=walk.first_in_line(),
-        cold=tuple(walk.cold),
+        kept=walk.kept,
+        cold=walk.cold,
     )
 
 
@@ -116,7 +97,8 @@ class _Admissions:
         self._waits: dict[str | None, str] = {}  # adapters whose requests all wait, and why
         self._far: list[Request] = []  # of another rank class than the batch's: looked at again
         self._is_last_look = not batch.caps.near_ranks
-        self.cold: dict[str, None] = {}  # the adapters of those that wait, in order
+        self.kept: Kept | None = None
+        self.cold: dict[str, str] = {}  # by adapter id, the first of those that wait, in order
         self.newcomers: list[Digest] = []  # adapters that this decision adds to the batch
         self.admitted: list[tuple[Request, Digest | None]] = []
         self.deferred: list[Request] = []
@@ -131,9 +113,10 @@ class _Admissions:
             place = {request.request_id: index for index, request in enumerate(waiting)}
             self.admitted.sort(key=lambda pair: place[pair[0].request_id])
             self.deferred.sort(key=lambda request: place[request.request_id])
-            self.cold = dict.fromkeys(
-                r.adapter_id for r in self.deferred if r.adapter_id is not None
-            )
+            self.cold = {}
+            for request in self.deferred:
+                if request.adapter_id is not None:
+                    self.cold.setdefault(request.adapter_id, request.request_id)
 
     def _look_at_each(self, requests: Sequence[Request]) -> None:
         waits, standings, standing_of = self._waits, self._standings, self._state.standing
@@ -156,17 +139,21 @@ class _Admissions:
                 deferred.append(request)
                 reasons[request.request_id] = reason
                 if adapter_id is not None:
-                    cold[adapter_id] = None
+                    cold.setdefault(adapter_id, request.request_id)
                 if request.request_id in self._overdue:
-                    self._keep_room_for(request, reason)
+                    self._keep_for(request)
 
-    def _keep_room_for(self, request: Request, reason: str) -> None:
-        """It was passed too often: whoever comes behind it leaves it the pages that it needs, its
-        adapter's and its own. They are not kept for one whose adapter is still far away."""
-        if reason not in CAP_REASONS:
-            pages = self._state.pages_to_load(request.adapter_id)
-            if pages is not None:
-                self.room.keep(request.kv_pages, pages)
+    def _keep_for(self, request: Request) -> None:
+        """It was passed too often: whoever comes behind it leaves it all that it needs, whatever it
+        waits for just now. One at a time, and none whose adapter is still far away."""
+        need = self._state.need_of(request.adapter_id) if self.kept is None else None
+        if need is None:
+            return
+        ahead = tuple(each for each in self.cold if each != request.adapter_id)
+        self.kept = Kept(request, need, ahead)
+        self.room.keep(request.num_tokens, request.kv_pages, need.pages)
+        if need.digest is not None:
+            self._roster.keep(need.digest)
 
     def _is_coming(self, adapter_id: str | None) -> bool:
         standing = self._standings.get(adapter_id) if adapter_id is not None else None
@@ -193,8 +180,6 @@ class _Admissions:
         reason = self.room.refuses(request.num_tokens, request.kv_pages, idle_pages)
         if reason is not None:
             self._defer(request, reason)
-            if request.request_id in self._overdue:
-                self._keep_room_for(request, reason)
             return
         self._admit(request, digest)
 
@@ -218,15 +203,17 @@ class _Admissions:
             self._defer(request, "loading")
             return
         reason = self._roster.refuses(digest)
-        if reason is None and request.request_id in self._overdue:
-            kept = self._state.pages_to_load(request.adapter_id)
-            reason = self.room.refuses_kept(request.num_tokens, request.kv_pages, kept)
+        if reason is None and self.kept is not None and request == self.kept.request:
+            pages = self.kept.need.pages
+            reason = self.room.refuses_kept(request.num_tokens, request.kv_pages, pages)
         elif reason is None:
             reason = self.room.refuses(request.num_tokens, request.kv_pages, 0)
-        if reason is None:
-            self._admit(request, digest)
-        else:
+        if reason is not None:
             self._defer(request, reason)
+            return
+        self._admit(request, digest)
+        if self.kept is not None and request == self.kept.request:
+            self.kept = None
 
     def _admit(self, request: Request, digest: Digest | None) -> None:
         if digest is not None and self._roster.add(digest):
@@ -245,8 +232,6 @@ class _Admissions:
         if reason != "max_adapters" and (over := self._roster.never_fits(digest)):
             self._fail(request, "the adapter is over a cap of the batch by itself", over)
             return False
-        if is_overdue:
-            self._roster.make_way(digest)
         self._waits[adapter_id] = reason  # caps only get tighter in one walk
         self._defer(request, reason)
         return False
@@ -260,7 +245,9 @@ class _Admissions:
         self.deferred.append(request)
         self.reasons[request.request_id] = reason
         if request.adapter_id is not None:
-            self.cold[request.adapter_id] = None
+            self.cold.setdefault(request.adapter_id, request.request_id)
+        if request.request_id in self._overdue:
+            self._keep_for(request)
 
     def tell_no_room(self, no_room: Collection[Digest]) -> None:
         """Those that wait for room, not for a load."""
@@ -274,12 +261,10 @@ class _Admissions:
         return self._roster.room
 
     def first_in_line(self) -> dict[str, Request]:
-        """Who is first of those that wait for a cap on adapters, and of those that wait for pages
-        or a slot."""
+        """By what they wait for."""
         met = set(self.reasons.values())
-        lines = {"cap": met & CAP_REASONS, "room": met & ROOM_REASONS}
         return {
             line: next(r for r in self.deferred if self.reasons[r.request_id] in reasons)
-            for line, reasons in lines.items()
-            if reasons
+            for line, reasons in LINES.items()
+            if not met.isdisjoint(reasons)
         }

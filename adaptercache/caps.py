@@ -29,6 +29,9 @@ class Footprint(NamedTuple):
     pages: int
 
 
+NOTHING = Footprint(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Caps:
     """Bounds of one batch, running requests included; None: none.
@@ -84,7 +87,8 @@ class Roster:
             for digest in running:
                 self._count(footprint(digest))
         self._leaving: set[Digest] = set()
-        self._is_closed = False
+        self._kept: Digest | None = None  # whose place is kept, and what it takes
+        self._kept_size = NOTHING
 
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._members
@@ -101,10 +105,13 @@ class Roster:
         caps = self._caps
         if digest in self._members:
             return "max_adapters" if digest in self._leaving else None
-        if self._is_closed or (caps.adapters is not None and len(self._members) >= caps.adapters):
+        is_another = self._kept is not None and digest != self._kept
+        if caps.adapters is not None and len(self._members) + is_another >= caps.adapters:
             return "max_adapters"
         if self.measures:
             rank, pages = self._footprint(digest)
+            if is_another:
+                rank, pages = rank + self._kept_size.rank, pages + self._kept_size.pages
             if caps.rank_sum is not None and self._ranks + rank > caps.rank_sum:
                 return "max_rank_sum"
             if caps.pages is not None and self._pages + pages > caps.pages:
@@ -131,15 +138,21 @@ class Roster:
         if digest in self._members:
             return False
         self._members.add(digest)
+        if digest == self._kept:
+            self._kept, self._kept_size = None, NOTHING
         if self.measures:
             self._count(self._footprint(digest))
         return True
 
-    def make_way(self, digest: Digest) -> None:
-        """This one has waited long enough: nobody behind it adds an adapter, and as many of the
-        running adapters as it needs, those with the fewest requests, get no more of them."""
-        self._is_closed = True
-        caps, need = self._caps, self._footprint(digest)
+    def keep(self, digest: Digest) -> None:
+        """This one has waited long enough: whoever comes behind it leaves it its place, and as many
+        of the running adapters as it needs, those with the fewest requests, get no more of them."""
+        if digest in self._members:
+            return
+        self._kept = digest
+        if self.measures:
+            self._kept_size = self._footprint(digest)
+        caps, need = self._caps, self._kept_size
         adapters, ranks, pages = len(self._members), self._ranks, self._pages
         for member in sorted(self._running, key=self._running.__getitem__):
             fits = (
@@ -150,7 +163,7 @@ class Roster:
             if fits:
                 break
             self._leaving.add(member)
-            rank, size = self._footprint(member)
+            rank, size = self._footprint(member) if self.measures else NOTHING
             adapters, ranks, pages = adapters - 1, ranks - rank, pages - size
 
     def _count(self, footprint: Footprint) -> None:

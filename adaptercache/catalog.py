@@ -51,6 +51,9 @@ class Catalog:
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
 
+    def __getitem__(self, adapter_id: str) -> Known:
+        return self._known[adapter_id]
+
     def get(self, adapter_id: str) -> Known | None:
         return self._known.get(adapter_id)
 

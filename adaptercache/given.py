@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from adaptercache.batch import Decision
 from adaptercache.caps import NO_CAPS, Caps
+from adaptercache.decision import Decision
 from adaptercache.request import Request
 
 __all__ = ["all_of", "caps_of", "check_distinct", "no_pair", "requests_of"]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import operator
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Final, Literal
 
 from adaptercache.arena import GpuPlace
-from adaptercache.batch import Batch, Decision, plan
+from adaptercache.batch import Batch, plan
 from adaptercache.caps import Caps
-from adaptercache.deciding import Deciding, complain
+from adaptercache.deciding import Deciding
+from adaptercache.decision import Decision
 from adaptercache.given import all_of, check_distinct, no_pair, requests_of
 from adaptercache.identity import Digest, check_id
+from adaptercache.janitor import Janitor
 from adaptercache.kernels.segments import BASE_SLOT
 from adaptercache.lease import Admission, Lease
 from adaptercache.ledger import Ledger
@@ -32,9 +28,6 @@ from adaptercache.waiting import Grant
 
 __all__ = ["Leasing"]
 
-log = logging.getLogger(__name__)
-PROMISE_S = 1.0  # how long pages stay promised to a request that doesn't take them
-LOOK_AT_PROMISE: Final = "look at the promise"
 GPU = Tier.GPU.value
 
 
@@ -54,8 +47,7 @@ class Held:
 class Leasing:
     """See the module's docstring; `AdapterCache` has the contract of each verb.
 
-    Thread-safe. Owns one thread, which takes back leases that were garbage-collected, and ends a
-    promise of KV pages that nobody takes up while a lease waits for room.
+    Thread-safe. Owns a `Janitor`.
     """
 
     def __init__(self, ledger: Ledger, lifts: Lifts, lifter: Lifter, deciding: Deciding) -> None:
@@ -63,12 +55,7 @@ class Leasing:
         self._lifts = lifts
         self._lifter = lifter
         self._deciding = deciding
-        self._lapses = 0.0  # when the last promise of KV pages ends
-        self._told: SimpleQueue[Grant | Literal["look at the promise"] | None] = SimpleQueue()
-        self._janitor = threading.Thread(
-            target=self._tidy_up, name="adaptercache-janitor", daemon=True
-        )
-        self._janitor.start()
+        self._janitor = Janitor(deciding, ledger, lifts)
 
     def acquire(self, adapter_id: str | None) -> Lease:
         check_id(adapter_id)
@@ -80,7 +67,7 @@ class Leasing:
             self._deciding.check_open()
             if not ledger.gpu.follows and ledger.lease(grant):
                 ledger.counters.requests[GPU, "hit"] += 1
-                ledger.waiting.bypasses += 1
+                ledger.waiting.passed_by()
                 hit = Lease(adapter_id, grant, self)
                 if not ledger.stale:
                     return hit
@@ -103,7 +90,7 @@ class Leasing:
                 grant.found = self._ledger.found_in(grant.adapter_id)
                 self._ledger.waiting.join(grant)
                 if self._ledger.waiting.kv_promised:
-                    self._told.put(LOOK_AT_PROMISE)
+                    self._janitor.watch_promise()
                 self._ledger.settle(grant.adapter_id)
                 self._lifter.look_for(grant.adapter_id)
         self._deciding.tell()
@@ -124,9 +111,12 @@ class Leasing:
         with self._deciding.lock:
             self._deciding.check_open()
             self._ledger.gpu.check_leads()
+            if line.turns.overdue:
+                self._lifts.fairness.withdraw({request.request_id for request in waiting})
             batch, floor = Batch(digests, tokens, caps, line.turns.overdue), line.kv_pages
             decision = plan(waiting, self._lifts, batch)
             check_distinct(decision, [request.request_id for request, _ in pairs])
+            line.kv_promised = 0
             coming = {load.digest for load in decision.loads}
             leases = [None if d in coming else self._admitted(r, d) for r, d in decision.admitted]
             self._lifts.apply(decision)
@@ -138,8 +128,10 @@ class Leasing:
                 for lease, (request, digest) in zip(leases, decision.admitted, strict=True)
             ]
             self._note_waiting(decision)
-            line.bypasses += bool(decision.admitted)
-            self._lifts.be_fair(decision.refused)
+            if decision.admitted:
+                line.passed_by()
+            self._lifts.end_promise(0)
+            self._lifts.fairness.look(decision.refused)
             if line.kv_pages < floor and line.needs_room:  # there is more than was decided on
                 self._lifter.advance()
             else:
@@ -178,11 +170,12 @@ class Leasing:
             ledger.found_in,
         )
         ledger.waiting.turns.note(decision.first, decision.reasons.keys(), bool(decision.admitted))
+        ledger.waiting.kept = decision.kept
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in decision.admitted)
-        self._lapses = time.monotonic() + PROMISE_S
+        self._janitor.has_promised()
         ledger.waiting.starved = True  # perhaps: the next that frees room finds out
         if ledger.waiting.kv_promised and ledger.waiting.needs_room:
-            self._told.put(LOOK_AT_PROMISE)
+            self._janitor.watch_promise()
         ledger.counters.deferred.update(Counter(decision.reasons.values()))
         if decision.failed:
             ledger.counters.requests["none", "failed"] += len(decision.failed)
@@ -199,7 +192,7 @@ class Leasing:
         pairs = all_of("pairs", pairs)
         with self._deciding.lock:
             self._deciding.check_open()
-            self._ledger.waiting.kv_promised = 0
+            self._lifts.end_promise()
             try:
                 segments, copies = self._segments_of(pairs)
             except (TypeError, ValueError, AttributeError):
@@ -210,6 +203,7 @@ class Leasing:
                     raise copy.error.copy_for(None)
             for copy in copies.values():
                 self._ledger.gpu.lease(copy)
+        self._deciding.tell()
         held = Held(
             segments,
             {copy.place.slot: copy.place.spec.max_rank for copy in copies.values()},
@@ -252,48 +246,8 @@ class Leasing:
 
     def abandon(self, grant: Grant) -> None:
         """A lease was garbage-collected. Takes no lock, so a finalizer may call it anywhere."""
-        self._told.put(grant)
-
-    def _tidy_up(self) -> None:
-        lapses: float | None = None
-        while True:
-            try:
-                told = self._told.get(timeout=lapses and max(0.0, lapses - time.monotonic()))
-            except Empty:
-                lapses = None
-                try:
-                    with self._deciding:
-                        lapses = self._end_promise()
-                except BaseException:  # the thread must live on
-                    complain("ending a promise of KV pages failed")
-                continue
-            if told is None:
-                return
-            if isinstance(told, Grant):
-                self._take_back_abandoned(told)
-            elif lapses is None:
-                lapses = self._lapses
-
-    def _end_promise(self) -> float | None:
-        """End the promise, unless there is a newer one by now: then returns when to look again."""
-        if time.monotonic() < self._lapses:
-            return self._lapses
-        self._ledger.waiting.kv_promised = 0
-        return None
-
-    def _take_back_abandoned(self, grant: Grant) -> None:
-        text = "a lease on %r was dropped unreleased"
-        fields = {"adapter_id": grant.adapter_id}
-        line = partial(log.warning, text, grant.adapter_id, extra=fields)
-        try:
-            with self._deciding.freeing():
-                self._ledger.release(grant)
-                self._ledger.outbox.append(line)
-        except BaseException:  # the thread must live on
-            complain("taking back a lease that was dropped failed")
+        self._janitor.abandon(grant)
 
     def close(self) -> None:
         """Stop the thread. Without the lock."""
-        self._told.put(None)
-        if self._janitor is not threading.current_thread():
-            self._janitor.join()
+        self._janitor.close()

@@ -49,9 +49,7 @@ class Ledger:
         itemsize: int,
         clock: Callable[[], float],
     ) -> None:
-        self.gpu = gpu
-        self.host = host
-        self.disk = disk
+        self.gpu, self.host, self.disk = gpu, host, disk
         self._tiers: dict[Tier, Residency[Any]]
         self._tiers = {Tier.GPU: gpu, Tier.HOST: host, Tier.DISK: disk}
         self.clock = clock
@@ -174,7 +172,7 @@ class Ledger:
         is_coming = grant.pipelined and self.may_pipeline(known.digest) and copy.error is None
         if not (self.gpu.is_ready(copy) or is_coming):
             return False
-        if known.digest in self.waiting.draining:
+        if known.digest in self.waiting.draining or self._is_promised(grant.adapter_id, copy):
             return False
         self.gpu.lease(copy)
         if self.catalog.is_old(known, self.clock):
@@ -186,12 +184,13 @@ class Ledger:
         grant.key = AdapterKey(grant.adapter_id, known.revision)  # last: it is ready from now on
         return True
 
-    def stop_draining(self) -> None:
-        """Whoever met an adapter that was kept from new leases may have it now."""
-        drained, self.waiting.draining = self.waiting.draining, set()
-        for digest in drained:
-            for adapter_id in self.catalog.ids_of(digest):
-                self.settle(adapter_id)
+    def _is_promised(self, adapter_id: str, copy: Copy[Any]) -> bool:
+        """Whether KV may need these pages to get what was promised to it."""
+        promised = self.waiting.kv_promised if copy.idle else 0
+        if not promised or self.gpu.kv_room().reclaimable - copy.size >= promised:
+            return False
+        self.waiting.yielding.add(adapter_id)
+        return True
 
     def fail(self, grant: Grant, error: AdapterCacheError) -> None:
         """A lease gets an error of its own."""

@@ -9,21 +9,21 @@ Plain Python. Not thread-safe: the cache's lock guards it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from adaptercache.arena import HostPlace
-from adaptercache.batch import Decision
 from adaptercache.caps import Footprint
 from adaptercache.catalog import Known
+from adaptercache.decision import Decision
+from adaptercache.fairness import Fairness
 from adaptercache.identity import Digest
 from adaptercache.ledger import Ledger
 from adaptercache.pages import Owner
 from adaptercache.placement import HintBounds, Placement, Want, place
 from adaptercache.residency import Copy
-from adaptercache.standing import Load, Standing
+from adaptercache.standing import Load, Need, Standing
 from adaptercache.stats import Tier
 from adaptercache.step_room import KVRoom
-from adaptercache.turns import MAX_BYPASSES
 
 __all__ = ["Lifts"]
 
@@ -44,6 +44,7 @@ class Lifts:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self.fairness = Fairness(ledger, self.need_of)
 
     def standing(self, adapter_id: str) -> Standing:
         return self._ledger.standing(adapter_id)
@@ -63,8 +64,9 @@ class Lifts:
         return {name for digest in digests for name in ids_of(digest)}
 
     def footprint(self, digest: Digest) -> Footprint:
-        place = self._ledger.gpu[digest].place
-        return Footprint(place.spec.max_rank, len(place.pages))
+        gpu, host = self._ledger.gpu, self._ledger.host
+        spec = (gpu if gpu.get(digest) is not None else host)[digest].place.spec
+        return Footprint(spec.max_rank, gpu.shape.pages_for(spec.elements))
 
     def kv_room(self) -> KVRoom:
         return self._ledger.gpu.kv_room()
@@ -78,17 +80,17 @@ class Lifts:
         copy = self._ledger.gpu.get(digest)
         return copy.size if copy is not None and copy.idle else 0
 
-    def pages_to_load(self, adapter_id: str | None) -> int | None:
+    def need_of(self, adapter_id: str | None) -> Need | None:
         if adapter_id is None:
-            return 0
+            return Need(None, 0)
         known = self._ledger.catalog.get(adapter_id)
         if known is None:
             return None
         if self._ledger.gpu.get(known.digest) is not None:
-            return self.idle_pages(known.digest)
+            return Need(known.digest, self.idle_pages(known.digest))
         if not self._can_go_up(known.digest):
             return None
-        return self._ledger.gpu.shape.pages_for(known.elements)
+        return Need(known.digest, self._ledger.gpu.shape.pages_for(known.elements))
 
     def _can_go_up(self, digest: Digest) -> bool:
         """Whether its copy to the GPU could start now, as far as the tier below is asked."""
@@ -103,14 +105,15 @@ class Lifts:
     def place_on_gpu(
         self,
         admitted: Collection[Digest] = (),
-        waiting: Sequence[str] | None = None,
+        waiting: Mapping[str, str] | None = None,
         kv_promised: int | None = None,
     ) -> Placement:
         """Which adapters are copied to the GPU next; only reads.
 
         Args:
             admitted: adapters about to be leased: not to be evicted.
-            waiting: the adapters of the requests that go on waiting; None: of the last `admit`.
+            waiting: the adapters of the requests that go on waiting, and the first request for
+                each; None: of the last `admit`.
             kv_promised: pages that admitted requests are about to take; None: of the last `admit`.
         """
         ledger, gpu = self._ledger, self._ledger.gpu
@@ -147,40 +150,6 @@ class Lifts:
         slots = gpu.slots.num_free + gpu.num_idle - len(placement.loads)
         behind = placement.behind[: max(1, min(most, slots)) - 1]
         return min(placement.short + sum(behind), gpu.kv_room().used)
-
-    def be_fair(self, refused: Digest | None) -> None:
-        """Take note of who is first in line for room and finds none. If others have been served
-        past it too often, the least leased adapters are kept from new leases until it fits; but
-        none that somebody ahead of it waits for: it would neither be leased nor make room."""
-        ledger, waiting = self._ledger, self._ledger.waiting
-        if refused != waiting.refused:
-            waiting.refused, waiting.bypasses = refused, 0
-            ledger.stop_draining()
-        if refused is None or not (waiting.bypasses >= MAX_BYPASSES or self._is_overdue(refused)):
-            return
-        line = [known for known, _ in self._line(Tier.GPU)]
-        place = next((i for i, known in enumerate(line) if known.digest == refused), None)
-        if place is None:
-            return
-        ahead = {known.digest for known in line[:place]}
-        if not waiting.draining.isdisjoint(ahead):
-            ledger.stop_draining()
-        if waiting.draining:
-            return
-        missing = ledger.gpu.shape.pages_for(line[place].elements) - ledger.gpu.pages.num_free
-        for copy in sorted(ledger.gpu, key=lambda copy: copy.leases):
-            if copy.leases and copy.digest not in ahead:
-                waiting.draining.add(copy.digest)
-                missing -= copy.size
-                if missing <= 0:
-                    break
-
-    def _is_overdue(self, digest: Digest) -> bool:
-        """Whether it is the adapter of a request that was passed too often."""
-        overdue = self._ledger.waiting.turns.overdue.values()
-        ids = (request.adapter_id for request in overdue if request.adapter_id is not None)
-        known = (self._ledger.catalog.get(adapter_id) for adapter_id in ids)
-        return any(each is not None and each.digest == digest for each in known)
 
     def apply(self, decision: Decision) -> None:
         """Carry out evictions and loads: the pages are the new adapters' from now on.
@@ -252,14 +221,26 @@ class Lifts:
                 if n <= gpu.pages.num_free:
                     break
                 ledger.evict(Tier.GPU, copy.digest, "kv")
-        ledger.waiting.kv_promised = max(0, ledger.waiting.kv_promised - n)
-        return gpu.pages.allocate(n, Owner.KV)
+        pages = gpu.pages.allocate(n, Owner.KV)
+        self.end_promise(n)
+        return pages
+
+    def end_promise(self, kv_pages: int | None = None) -> None:
+        """So many pages that were promised to KV have been taken; None: the rest isn't any more.
+        Leases that yielded to the promise are served."""
+        ledger, waiting = self._ledger, self._ledger.waiting
+        waiting.kv_promised = max(0, waiting.kv_promised - kv_pages) if kv_pages is not None else 0
+        yielding, waiting.yielding = waiting.yielding, set()
+        for adapter_id in yielding:
+            ledger.settle(adapter_id)
 
     def free_kv(self, pages: Iterable[int], step: int) -> None:
         """Pages that KV gives back; ``step`` may still use them. Raises as `GpuArena.free_kv`."""
         self._ledger.gpu.free_kv(pages, step)
 
-    def _line(self, tier: Tier, waiting: Sequence[str] | None = None) -> list[tuple[Known, bool]]:
+    def _line(
+        self, tier: Tier, waiting: Mapping[str, str] | None = None
+    ) -> list[tuple[Known, bool]]:
         """The distinct contents that are wanted in ``tier``, in order of arrival, hints last; for
         each, whether it is only a hint."""
         ledger, now = self._ledger, self._ledger.clock()

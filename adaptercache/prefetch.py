@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 
-from adaptercache.batch import Decision
+from adaptercache.decision import Decision
 from adaptercache.disk_room import DiskRoom
 from adaptercache.errors import (
     AdapterCacheError,
@@ -73,7 +73,7 @@ class Lifter:
             loads = self._lifts.number(placement)
             self._lifts.apply(Decision(evictions=placement.evictions, loads=loads))
             self.hops.copy(loads)
-        self._lifts.be_fair(placement.no_room[0] if placement.no_room else None)
+        self._lifts.fairness.look(placement.no_room[0] if placement.no_room else None)
 
     def lift_to_host(self) -> None:
         """The same, as far as CPU memory."""

@@ -20,9 +20,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from cachetools import LRUCache
+
 from adaptercache.assembly import Parts
-from adaptercache.batch import Decision
 from adaptercache.cache import AdapterCache
+from adaptercache.decision import Decision
 from adaptercache.errors import LoadFailed
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.lease import Admission, Lease
@@ -37,6 +39,7 @@ __all__ = ["Follower", "Leader", "Orders", "Report"]
 POLL_S = 0.001
 LOOK_AGAIN_S = 0.5  # at a source, where ranks read different content
 MOST_LOOKS = 4096
+COPY_TRIES = 3
 
 
 class Leader:
@@ -55,6 +58,7 @@ class Leader:
         self._cache, self._parts = cache, cache._parts
         self._peers = Peers(followers)
         self._looker = _Looker(cache._parts)
+        self._tries: LRUCache[Digest, int] = LRUCache(MOST_LOOKS)  # copies that failed on one
         with self._parts.deciding.lock:
             _check_fresh(cache)
             self._parts.ledger.gpu.peers = self._peers
@@ -78,15 +82,25 @@ class Leader:
                 for adapter_id in ledger.catalog.ids_of(digest):
                     ledger.settle(adapter_id)
                 ledger.unhold(Tier.GPU, digest)  # it was held for them
+                self._tries.pop(digest, None)
             for digest in broken:
                 if ledger.gpu.resident(digest) is not None:  # else it is told again
                     ledger.unhold(Tier.GPU, digest)
                     if ledger.gpu.get(digest) is not None:
                         ledger.evict(Tier.GPU, digest, "broken")
+                    self._try_again(digest, report.rank)
             for adapter_id, why in report.failed.items():
                 self._fail(adapter_id, f"rank {report.rank} can't load it: {why}")
             for adapter_id in report.other:
                 self._looker.look(adapter_id)
+
+    def _try_again(self, digest: Digest, rank: int) -> None:
+        """It is copied anew, but not for ever: meanwhile others wait for what is kept for it."""
+        tries = self._tries[digest] = self._tries.get(digest, 0) + 1
+        if tries >= COPY_TRIES:
+            del self._tries[digest]
+            error = LoadFailed(f"its copy onto the GPU of rank {rank} has failed {tries} times")
+            self._parts.ledger.load_failed(self._parts.ledger.catalog.ids_of(digest), error)
 
     def _fail(self, adapter_id: str, why: str) -> None:
         """Whoever waits for it now is told; the other rank remembers it as long as it does."""
@@ -243,7 +257,7 @@ class Follower:
         ledger.waiting.replace_requests(
             requests,
             dict.fromkeys(wanted, "").keys(),
-            tuple(wanted),
+            {adapter_id: adapter_id for adapter_id in wanted},
             ledger.clock(),
             ledger.found_in,
         )

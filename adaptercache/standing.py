@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from adaptercache.caps import Footprint
 from adaptercache.errors import AdapterCacheError
@@ -12,7 +12,7 @@ from adaptercache.identity import Digest
 from adaptercache.placement import Placement
 from adaptercache.step_room import KVRoom
 
-__all__ = ["Load", "Standing", "State"]
+__all__ = ["Load", "Need", "Standing", "State"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,14 @@ class Load:
     slot: int
     pages: tuple[int, ...]
     hint: bool = False
+
+
+class Need(NamedTuple):
+    """Pages that an adapter is still to get, or could still lose, until it is leased; ``digest``
+    None: of the base model, which needs none."""
+
+    digest: Digest | None
+    pages: int
 
 
 @dataclass(slots=True)  # not frozen: a step makes thousands, and freezing takes four times as long
@@ -50,7 +58,7 @@ class State(Protocol):
         """The ids that stand for any of these."""
 
     def footprint(self, digest: Digest) -> Footprint:
-        """Of an adapter that is on the GPU."""
+        """Of an adapter that is on the GPU, or needed there."""
 
     def kv_room(self) -> KVRoom:
         """What the KV cache can still take."""
@@ -61,14 +69,14 @@ class State(Protocol):
     def idle_pages(self, digest: Digest) -> int:
         """Pages that can't be reclaimed any more once this adapter is leased."""
 
-    def pages_to_load(self, adapter_id: str | None) -> int | None:
-        """Pages that this adapter is still to get, or could still lose, until it is leased; None
-        while a tier further down is all that has it."""
+    def need_of(self, adapter_id: str | None) -> Need | None:
+        """What this adapter needs; None while a tier further down is all that has it."""
 
     def place_on_gpu(
-        self, admitted: Collection[Digest], waiting: Sequence[str], kv_promised: int
+        self, admitted: Collection[Digest], waiting: Mapping[str, str], kv_promised: int
     ) -> Placement:
-        """Loads for the adapters of the requests that go on waiting, in order of arrival."""
+        """Loads for the adapters of the requests that go on waiting, in order of arrival; with
+        each, the id of the first request for it."""
 
     def kv_pages_wanted(self, placement: Placement, most: int) -> int:
         """KV pages that, given back, would let the first ``most`` in who were refused room; at

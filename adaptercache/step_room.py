@@ -52,22 +52,23 @@ class StepRoom:
         """Pages that the KV cache can't get any more: loads take them."""
         self._kv_left -= pages
 
-    def keep(self, kv_pages: int, adapter_pages: int) -> None:
-        """Pages that are somebody's who isn't let in yet: nobody behind it gets them."""
+    def keep(self, num_tokens: int, kv_pages: int, adapter_pages: int) -> None:
+        """What is somebody's who isn't let in yet: nobody behind it gets that."""
         self._kv_left -= kv_pages + adapter_pages
         self._kv_kept += kv_pages
+        if self._tokens_left is not None:
+            self._tokens_left -= num_tokens
 
-    def refuses_kept(self, num_tokens: int, kv_pages: int, adapter_pages: int | None) -> str | None:
-        """The same as `refuses`, for somebody for whom these pages were kept; ``adapter_pages``
-        None: they were not."""
-        if adapter_pages is None:
-            return self.refuses(num_tokens, kv_pages, 0)
-        self.keep(-kv_pages, -adapter_pages)
-        was_out_of_kv, self._is_out_of_kv = self._is_out_of_kv, False
+    def refuses_kept(self, num_tokens: int, kv_pages: int, adapter_pages: int) -> str | None:
+        """The same as `refuses`, for whom these were kept."""
+        self.keep(-num_tokens, -kv_pages, -adapter_pages)
+        were_out = self._is_out_of_tokens, self._is_out_of_kv
+        self._is_out_of_tokens = self._is_out_of_kv = False
         reason = self.refuses(num_tokens, kv_pages, 0)
-        self._is_out_of_kv = self._is_out_of_kv or was_out_of_kv
         if reason is not None:
-            self.keep(kv_pages, adapter_pages)
+            self.keep(num_tokens, kv_pages, adapter_pages)
+        self._is_out_of_tokens |= were_out[0]
+        self._is_out_of_kv |= were_out[1]
         return reason
 
     def refuses(self, num_tokens: int, kv_pages: int, idle_pages: int) -> str | None:

@@ -40,13 +40,16 @@ class Turns:
             others_admitted: whether anybody was admitted.
         """
         self._first |= first
-        for line, request in list(self._first.items()):
-            if request.request_id not in waiting:
-                del self._first[line]
-        for gone in [each for each in self._passed if each not in waiting]:
-            del self._passed[gone]
-            self.overdue.pop(gone, None)
+        self.forget_others(waiting)
         for request_id, request in {each.request_id: each for each in self._first.values()}.items():
             passed = self._passed[request_id] = self._passed.get(request_id, 0) + others_admitted
             if passed >= MAX_BYPASSES:
                 self.overdue[request_id] = request
+
+    def forget_others(self, waiting: Collection[str]) -> None:
+        """Only requests of these ids wait now."""
+        for line in [line for line, each in self._first.items() if each.request_id not in waiting]:
+            del self._first[line]
+        for gone in [each for each in self._passed if each not in waiting]:
+            del self._passed[gone]
+            self.overdue.pop(gone, None)

@@ -5,11 +5,13 @@ Plain Python; the time is passed in. Not thread-safe: the cache's lock guards it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from operator import attrgetter
+from typing import NamedTuple
 
+from adaptercache.decision import Kept
 from adaptercache.errors import AdapterCacheError
 from adaptercache.identity import AdapterKey, Digest
 from adaptercache.request import Request
@@ -56,6 +58,15 @@ class _Hint:
     fetch_from: float = 0.0
 
 
+class _Seen(NamedTuple):
+    """When a waiting request was first seen, in which tier its adapter was then, and its place in
+    the order of arrival."""
+
+    at: float
+    found: str
+    seq: int
+
+
 class WaitingList:
     """Pending leases and the requests of the last `admit`, merged in order of arrival."""
 
@@ -63,8 +74,8 @@ class WaitingList:
         self._seq = 0
         self._grants: dict[int, Grant] = {}
         self._by_id: dict[str, dict[int, Grant]] = {}
-        self._wanted: dict[str, int] = {}  # of requests: its place in the order of arrival
-        self._first_seen: dict[str, tuple[float, str]] = {}  # by request id
+        self._wanted: Mapping[str, str] = {}  # by adapter id, the first request for it
+        self._seen: dict[str, _Seen] = {}  # by request id
         self._hints: dict[str, _Hint] = {}
         self._lapsed_at: float | None = None  # when lapsed hints were last looked for to make room
         self.failed: dict[str, AdapterCacheError] = {}
@@ -75,14 +86,20 @@ class WaitingList:
         self.kv_promised = 0
         """KV pages of requests that were just admitted and have not taken them yet. The promise
         holds until the next decision or batch, and not for long (see `Leasing`)."""
-        self.refused: Digest | None = None
-        """The adapter that is first in line for room, and found none when last looked at."""
-        self.bypasses = 0
-        """How often others were served since."""
+        self.refused: str | None = None
+        """The adapter id that is first in line for room, and found none when last looked at."""
+        self.bypasses: dict[str, int] = {}
+        """How often others were served while an adapter id was that; for as long as it waits."""
+        self.kept: Kept | None = None
+        """For whom things were kept in the last decision."""
         self.turns = Turns()
         """Which requests were passed too often."""
         self.draining: set[Digest] = set()
-        """Adapters that get no new leases, so that the first in line finds room at last."""
+        """Adapters that get no new leases, so that who was passed too often finds room at last."""
+        self.drained_for: tuple[str, ...] = ()
+        """Who these are: ids of a request, of a pending lease's adapter."""
+        self.yielding: set[str] = set()
+        """Adapter ids whose leases wait, because their pages are promised to KV."""
         self.starved = False
         """Somebody was refused room when loads were last decided on."""
 
@@ -94,6 +111,11 @@ class WaitingList:
         """Whether room that is freed now would serve a pending lease. (Waiting requests are looked
         at in the next `admit`.)"""
         return bool(self.draining) or (self.starved and bool(self._grants))
+
+    def passed_by(self) -> None:
+        """Somebody else was served."""
+        if self.refused is not None:
+            self.bypasses[self.refused] = self.bypasses.get(self.refused, 0) + 1
 
     def grants(self, adapter_id: str | None = None) -> list[Grant]:
         """The pending leases, all or those on one adapter, the oldest first."""
@@ -122,13 +144,14 @@ class WaitingList:
 
     def first_seen(self, request_id: str) -> tuple[float, str] | None:
         """When a waiting request was first seen, and the tier that its adapter was in then."""
-        return self._first_seen.get(request_id)
+        seen = self._seen.get(request_id)
+        return (seen.at, seen.found) if seen is not None else None
 
     def replace_requests(
         self,
         requests: Sequence[Request],
         request_ids: KeysView[str],
-        adapter_ids: tuple[str, ...],
+        wanted: Mapping[str, str],
         now: float,
         found_in: Callable[[str], str],
     ) -> None:
@@ -139,20 +162,17 @@ class WaitingList:
         Args:
             requests: those that wait.
             request_ids: theirs.
-            adapter_ids: their distinct adapters, in order.
+            wanted: their distinct adapters, in order; with each, the first request's id.
             now: seconds.
             found_in: says in which tier an adapter is.
         """
         self.failed = {}
         self.kv_pages = max(map(_kv_pages, requests), default=0)
-        if self._first_seen.keys() != request_ids:
-            for gone in self._first_seen.keys() - request_ids:
-                del self._first_seen[gone]
-            self._note_new(requests, set(request_ids - self._first_seen.keys()), now, found_in)
-        if tuple(self._wanted) != adapter_ids:
-            seq_of, following = self._wanted.get, count(self._seq + 1)
-            self._wanted = {each: seq_of(each) or next(following) for each in adapter_ids}
-            self._seq = next(following) - 1
+        self._wanted = wanted
+        if self._seen.keys() != request_ids:
+            for gone in self._seen.keys() - request_ids:
+                del self._seen[gone]
+            self._note_new(requests, set(request_ids - self._seen.keys()), now, found_in)
 
     def _note_new(
         self, requests: Sequence[Request], new: set[str], now: float, found_in: Callable[[str], str]
@@ -166,11 +186,14 @@ class WaitingList:
                 left -= request.request_id in new
                 if not left:
                     break
+        self._seq += 1
         found = {
-            adapter_id: (now, found_in(adapter_id) if adapter_id is not None else Tier.GPU.value)
+            adapter_id: _Seen(
+                now, found_in(adapter_id) if adapter_id is not None else Tier.GPU.value, self._seq
+            )
             for adapter_id in {request.adapter_id for request in requests}
         }
-        self._first_seen.update(
+        self._seen.update(
             (request.request_id, found[request.adapter_id])
             for request in requests
             if request.request_id in new
@@ -213,13 +236,14 @@ class WaitingList:
         if (hint := self._hints.get(adapter_id)) is not None:
             hint.fetch_from = now + HINT_LASTS_S
 
-    def order(self, waiting: Sequence[str] | None = None) -> list[str]:
+    def order(self, waiting: Mapping[str, str] | None = None) -> list[str]:
         """The first distinct adapter ids that somebody waits for, in order of arrival.
 
         Args:
-            waiting: the distinct adapters of a new list of waiting requests, in its order; None:
-                of the last one. Among requests the list's order is the order of arrival; a
-                pending lease comes before the first request whose adapter was wanted later.
+            waiting: the distinct adapters of a new list of waiting requests, in its order, and
+                their first requests; None: of the last one. Among requests the list's order is the
+                order of arrival; a pending lease comes before the first one that was first seen
+                later.
         """
         queue = self._wanted if waiting is None else waiting
         if not self._grants:
@@ -231,12 +255,12 @@ class WaitingList:
                 break
         return list(distinct)
 
-    def _merge(self, queue: Iterable[str]) -> Iterator[str]:
+    def _merge(self, queue: Mapping[str, str]) -> Iterator[str]:
         grants = iter(self._grants.values())
         grant = next(grants, None)
-        for adapter_id in queue:
-            wanted = self._wanted.get(adapter_id)
-            while grant is not None and (wanted is None or grant.seq < wanted):
+        for adapter_id, request_id in queue.items():
+            seen = self._seen.get(request_id)
+            while grant is not None and (seen is None or grant.seq < seen.seq):
                 yield grant.adapter_id
                 grant = next(grants, None)
             yield adapter_id

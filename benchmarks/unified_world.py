@@ -218,8 +218,10 @@ class Serving:
         )
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in admitted)
         ledger.waiting.turns.note(decision.first, decision.reasons.keys(), bool(admitted))
-        ledger.waiting.bypasses += bool(admitted)
-        self.lifts.be_fair(decision.refused)
+        if admitted:
+            ledger.waiting.passed_by()
+        ledger.waiting.kept = decision.kept
+        self.lifts.fairness.look(decision.refused)
         ledger.outbox.clear()
         self.out.waits.update(decision.reasons.values())
         found = []

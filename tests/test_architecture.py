@@ -20,9 +20,10 @@ PACKAGE = Path(__file__).parent.parent / "adaptercache"
 # A name stands for one file; the FOLDERS' stand for whatever is in them.
 DECIDE = (
     *("policy", "pages", "blocks", "residency", "placement", "catalog"),
-    *("rates", "advice", "caps", "step_room", "standing", "request", "batch", "peers"),
+    *("rates", "advice", "caps", "step_room", "standing", "request", "decision"),
+    *("batch", "peers"),
     *("turns", "waiting", "arena"),
-    *("ledger", "lifts", "routing", "prefix"),
+    *("ledger", "fairness", "lifts", "routing", "prefix"),
 )
 PARTS_OF_GPU = (
     *("tiers.streams", "tiers.rows", "tiers.staging", "tiers.strided"),
@@ -54,7 +55,7 @@ LAYERS = (
         *("held_folder", "open_counts", "adapter_files", "hops"),
         *("prefetch", "snapshot"),
     ),
-    ("deciding", "lease", "given", "leasing", "kv", "assembly", "sleep", "steps"),
+    ("deciding", "lease", "given", "janitor", "leasing", "kv", "assembly", "sleep", "steps"),
     ("cache", "ranks"),
     ("gateways", "metrics", "testing", "cli", "integrations"),
     ("adaptercache",),  # the package's own __init__: the public names

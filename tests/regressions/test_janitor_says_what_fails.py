@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adaptercache import Request, leasing
+from adaptercache import Request, janitor
 from adaptercache.testing import FaultySource
 
 
@@ -38,11 +38,11 @@ def test_a_dropped_lease_that_cannot_be_taken_back_is_told_of(
 def test_a_promise_that_cannot_be_ended_is_told_of(
     tiny: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leasing, "PROMISE_S", 0.05)
+    monkeypatch.setattr(janitor, "PROMISE_S", 0.05)
     failed = threading.Event()
     source = FaultySource(tiny.source(*"abcdef"))
     with tiny.cache(source, pages=20, gpu_slots=5) as cache:
-        end_promise = cache._leasing._end_promise
+        end_promise = cache._leasing._janitor._end_promise
 
         def fail_once() -> Any:
             if not failed.is_set():
@@ -50,7 +50,7 @@ def test_a_promise_that_cannot_be_ended_is_told_of(
                 raise RuntimeError("injected")
             return end_promise()
 
-        monkeypatch.setattr(cache._leasing, "_end_promise", fail_once)
+        monkeypatch.setattr(cache._leasing._janitor, "_end_promise", fail_once)
         held = [cache.acquire(each).result(10) for each in "bcde"]
         source.gate.clear()
         lease = cache.acquire("a")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptercache import AdapterNotFound, CapacityError, Request
-from adaptercache.batch import Batch, Decision, plan
+from adaptercache.batch import Batch, plan
 from adaptercache.caps import RANK_CLASSES, Caps, Footprint
+from adaptercache.decision import Decision
 from adaptercache.kernels import segments
 from adaptercache.placement import Placement
-from adaptercache.standing import Load, Standing
+from adaptercache.standing import Load, Need, Standing
 from adaptercache.step_room import KVRoom
 
 READY = {name: Standing(name.encode(), ready=True) for name in "abc"}
@@ -55,14 +56,18 @@ class FakeState:
     def idle_pages(self, digest: bytes) -> int:
         return self.idle.get(digest, 0)
 
-    def pages_to_load(self, adapter_id: str | None) -> int | None:
-        standing = self.standing(adapter_id) if adapter_id is not None else None
-        if standing is None or standing.ready:
-            return self.idle.get(standing.digest or b"", 0) if standing else 0
-        return self.to_load.get(adapter_id or "")
+    def need_of(self, adapter_id: str | None) -> Need | None:
+        if adapter_id is None:
+            return Need(None, 0)
+        standing = self.standing(adapter_id)
+        assert standing.digest is not None
+        if standing.ready:
+            return Need(standing.digest, self.idle.get(standing.digest, 0))
+        pages = self.to_load.get(adapter_id)
+        return Need(standing.digest, pages) if pages is not None else None
 
     def place_on_gpu(
-        self, admitted: Collection[bytes], waiting: Sequence[str], kv_promised: int
+        self, admitted: Collection[bytes], waiting: Mapping[str, str], kv_promised: int
     ) -> Placement:
         self.asked.append((list(admitted), list(waiting), kv_promised))
         return self.placement
@@ -254,7 +259,7 @@ def test_near_ranks_keep_the_order_of_those_that_wait() -> None:
     decision = plan(waiting, state, Batch(caps=Caps(2, near_ranks=True)))
     assert [request.request_id for request in decision.deferred] == ["r1", "r2", "r4"]
     assert state.asked[-1][1] == ["a", "x"]
-    assert decision.cold == ("a", "x")
+    assert [*decision.cold] == ["a", "x"]
 
 
 def test_rank_classes_are_those_of_the_kernels() -> None:
@@ -429,8 +434,8 @@ def test_who_can_wait_layer_by_layer_joins_while_its_adapter_comes() -> None:
     decision = plan(waiting, FakeState(COMING))
     assert admitted(decision) == ["r1", "p0"]
     assert decision.reasons == {"r0": "loading"}
-    assert decision.cold == ("y",), "r0 still waits for it"
-    assert plan(pipelined("y"), FakeState(COMING)).cold == ()
+    assert [*decision.cold] == ["y"], "r0 still waits for it"
+    assert plan(pipelined("y"), FakeState(COMING)).cold == {}
 
 
 def test_a_load_that_is_decided_on_now_admits_in_the_same_decision() -> None:
@@ -439,7 +444,7 @@ def test_a_load_that_is_decided_on_now_admits_in_the_same_decision() -> None:
     decision = plan([*pipelined("x", "z"), *requests("a")], state)
     assert admitted(decision) == ["p0", "r0"], "in order of arrival"
     assert decision.reasons == {"p1": "loading"}
-    assert decision.cold == ("z",)
+    assert [*decision.cold] == ["z"]
     assert plan(requests("x"), state).reasons == {"r0": "loading"}, "who doesn't say so waits"
 
 

@@ -31,7 +31,10 @@ def want(line: WaitingList, *adapter_ids: str) -> None:
 
 def replace(line: WaitingList, requests: list[Request], now: float = 0.0) -> None:
     ids = {request.request_id: "loading" for request in requests}
-    adapters = tuple(r.adapter_id for r in requests if r.adapter_id is not None)
+    adapters = dict[str, str]()
+    for request in requests:
+        if request.adapter_id is not None:
+            adapters.setdefault(request.adapter_id, request.request_id)
     line.replace_requests(requests, ids.keys(), adapters, now, lambda adapter_id: "remote")
 
 
@@ -61,6 +64,18 @@ def test_a_request_that_was_off_the_list_comes_anew(line: WaitingList) -> None:
     want(line)
     ask(line, "b")
     want(line, "a")
+    assert line.order() == ["b", "a"]
+
+
+def test_an_adapters_place_is_that_of_the_first_request_that_still_waits_for_it(
+    line: WaitingList,
+) -> None:
+    """Where there was always another one waiting, a lease never came to its turn."""
+    replace(line, [Request("old", "a")])
+    ask(line, "b")
+    replace(line, [Request("old", "a"), Request("new", "a")])
+    assert line.order() == ["a", "b"]
+    replace(line, [Request("new", "a")])
     assert line.order() == ["b", "a"]
 
 

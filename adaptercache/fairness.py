@@ -1,0 +1,122 @@
+"""Room for who was passed too often: the least used adapters get no new leases until it fits.
+
+That is a request that a decision kept things for (`turns`, `batch`), and a pending lease past which
+others were served. What runs goes on; so room comes when the requests that run have ended.
+
+Plain Python. Not thread-safe: the cache's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from adaptercache.identity import Digest
+from adaptercache.ledger import Ledger
+from adaptercache.standing import Need
+from adaptercache.turns import MAX_BYPASSES
+
+__all__ = ["Fairness"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What somebody needs: pages for its adapter, 0 where that is up, and pages for KV. ``ahead``:
+    adapter ids that others wait for who came before."""
+
+    digest: Digest | None
+    pages: int
+    kv_pages: int
+    ahead: tuple[str, ...]
+
+
+class Fairness:
+    """Decides which adapters are drained: `WaitingList.draining`.
+
+    Args:
+        need_of: what an adapter still needs to be up; None while it is far away.
+    """
+
+    def __init__(self, ledger: Ledger, need_of: Callable[[str | None], Need | None]) -> None:
+        self._ledger, self._need_of = ledger, need_of
+
+    def look(self, refused: Digest | None) -> None:
+        """Drain what has to be drained now, and nothing else.
+
+        Args:
+            refused: the adapter that is first in line for room and finds none.
+        """
+        waiting = self._ledger.waiting
+        line = waiting.order() if refused is not None or waiting.bypasses else []
+        named = (each for each in line if self._digest_of(each) == refused is not None)
+        waiting.refused = next(named, None)
+        if waiting.bypasses:
+            waiting.bypasses = {each: n for each, n in waiting.bypasses.items() if each in line}
+        claims = self._claim_of_request()
+        for adapter_id in (each for each in line if waiting.bypasses.get(each, 0) >= MAX_BYPASSES):
+            need, known = self._need_of(adapter_id), self._ledger.catalog.get(adapter_id)
+            if need and known is not None and self._ledger.gpu.get(known.digest) is None:
+                ahead = tuple(line[: line.index(adapter_id)])
+                claims.setdefault(adapter_id, _Claim(need.digest, need.pages, 0, ahead))
+                break
+        if tuple(claims) != waiting.drained_for:
+            self.stop()
+            waiting.drained_for = tuple(claims)
+        if claims:
+            self._drain(claims.values(), refused)
+
+    def withdraw(self, request_ids: Collection[str]) -> None:
+        """Only these requests wait now: for the others nothing is kept any more."""
+        waiting = self._ledger.waiting
+        waiting.turns.forget_others(request_ids)
+        if waiting.kept is not None and waiting.kept.request.request_id not in request_ids:
+            waiting.kept = None
+            self.stop()
+
+    def stop(self) -> None:
+        """Whoever met an adapter that was drained may have it now."""
+        ledger, waiting = self._ledger, self._ledger.waiting
+        drained, waiting.draining, waiting.drained_for = waiting.draining, set(), ()
+        for digest in drained:
+            for adapter_id in ledger.catalog.ids_of(digest):
+                ledger.settle(adapter_id)
+
+    def _claim_of_request(self) -> dict[str, _Claim]:
+        """That of the request for which things are kept, by its adapter's id if it has one."""
+        kept = self._ledger.waiting.kept
+        need = self._need_of(kept.request.adapter_id) if kept is not None else None
+        if kept is None or need is None:
+            return {}
+        request = kept.request
+        is_up = need.digest is None or self._ledger.gpu.get(need.digest) is not None
+        claim = _Claim(need.digest, 0 if is_up else need.pages, request.kv_pages, kept.ahead)
+        return {request.adapter_id or request.request_id: claim}
+
+    def _drain(self, claims: Collection[_Claim], refused: Digest | None) -> None:
+        """None that somebody ahead waits for: it would neither be leased nor make room."""
+        gpu, waiting = self._ledger.gpu, self._ledger.waiting
+        ahead = {self._digest_of(adapter_id) for claim in claims for adapter_id in claim.ahead}
+        spared = ahead | {claim.digest for claim in claims}
+        if not waiting.draining.isdisjoint(spared):
+            whose = waiting.drained_for
+            self.stop()
+            waiting.drained_for = whose
+        pages = sum(claim.pages for claim in claims)
+        kv_pages = sum(claim.kv_pages for claim in claims)
+        idle = sum(copy.size for copy in gpu.coldest() if copy.digest not in spared)
+        room = min(gpu.pages.num_free - kv_pages, gpu.adapter_room(waiting.kv_pages)) + idle
+        missing = pages - room if pages else pages + kv_pages - gpu.pages.num_free - idle
+        needs_one = any(claim.digest == refused for claim in claims if claim.pages)
+        in_use = sorted(
+            (copy for copy in gpu if copy.leases and copy.digest not in spared),
+            key=lambda copy: (copy.digest not in waiting.draining, copy.leases),
+        )
+        for copy in in_use:  # those that are drained already come first
+            if missing <= 0 and not needs_one:
+                break
+            waiting.draining.add(copy.digest)
+            missing, needs_one = missing - copy.size, False
+
+    def _digest_of(self, adapter_id: str) -> Digest | None:
+        known = self._ledger.catalog.get(adapter_id)
+        return known.digest if known is not None else None
