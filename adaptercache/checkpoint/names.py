@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from adaptercache.base_model import BaseModel, BaseModule
@@ -17,6 +18,7 @@ from adaptercache.errors import AdapterInvalid
 __all__ = ["BaseCopy", "BaseNames", "LoraName", "canonical", "parse_name"]
 
 _LONGEST_NAME = 512
+MOST_NAMES = 1 << 14  # kept: one base's adapters have the same ones; at worst some 20 MB
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ROOTS = frozenset({"model", "language_model", "text_model", "transformer", "thinker", "backbone"})
 _LANGUAGE_PARTS = frozenset({"layers", "embed_tokens", "lm_head"})
@@ -61,6 +63,7 @@ class BaseCopy:
     module: str
 
 
+@lru_cache(MOST_NAMES)
 def parse_name(name: str) -> LoraName | BaseCopy | None:
     """A tensor's name without its wrappers and prefixes; None: not a name of LoRA.
 
@@ -108,6 +111,7 @@ def _with_wrappers(name: str, module: str) -> str:
     return wrapped if wrapped != module else ""
 
 
+@lru_cache(MOST_NAMES)
 def canonical(path: str) -> str:
     """A module's path in the one form that all releases and wrappers share."""
     parts = [_RENAMED.get(part, part) for part in path.split(".") if part not in _WRAPPERS]
