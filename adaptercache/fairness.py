@@ -46,19 +46,23 @@ class Fairness:
         Args:
             refused: the adapter that is first in line for room and finds none.
         """
-        waiting = self._ledger.waiting
-        line = waiting.order() if refused is not None or waiting.bypasses else []
-        named = (each for each in line if self._digest_of(each) == refused is not None)
-        waiting.refused = next(named, None)
-        if waiting.bypasses:
-            waiting.bypasses = {each: n for each, n in waiting.bypasses.items() if each in line}
+        waiting, line = self._ledger.waiting, list[str]()
+        if refused is not None or waiting.bypasses:
+            line = waiting.order()
+        waiting.refused = None
+        if refused is not None:
+            waiting.refused = next(
+                (each for each in line if self._digest_of(each) == refused), None
+            )
+        waiting.bypasses = {each: n for each, n in waiting.bypasses.items() if each in line}
         claims = self._claim_of_request()
-        for adapter_id in (each for each in line if waiting.bypasses.get(each, 0) >= MAX_BYPASSES):
-            need, known = self._need_of(adapter_id), self._ledger.catalog.get(adapter_id)
-            if need and known is not None and self._ledger.gpu.get(known.digest) is None:
-                ahead = tuple(line[: line.index(adapter_id)])
-                claims.setdefault(adapter_id, _Claim(need.digest, need.pages, 0, ahead))
-                break
+        for place, adapter_id in enumerate(line):
+            if waiting.bypasses.get(adapter_id, 0) >= MAX_BYPASSES:
+                need = self._need_of(adapter_id)
+                if need is not None and not self._is_up(need):
+                    claim = _Claim(need.digest, need.pages, 0, tuple(line[:place]))
+                    claims.setdefault(adapter_id, claim)
+                    break
         if tuple(claims) != waiting.drained_for:
             self.stop()
             waiting.drained_for = tuple(claims)
@@ -88,8 +92,8 @@ class Fairness:
         if kept is None or need is None:
             return {}
         request = kept.request
-        is_up = need.digest is None or self._ledger.gpu.get(need.digest) is not None
-        claim = _Claim(need.digest, 0 if is_up else need.pages, request.kv_pages, kept.ahead)
+        pages = 0 if self._is_up(need) else need.pages
+        claim = _Claim(need.digest, pages, request.kv_pages, kept.ahead)
         return {request.adapter_id or request.request_id: claim}
 
     def _drain(self, claims: Collection[_Claim], refused: Digest | None) -> None:
@@ -116,6 +120,9 @@ class Fairness:
                 break
             waiting.draining.add(copy.digest)
             missing, needs_one = missing - copy.size, False
+
+    def _is_up(self, need: Need) -> bool:
+        return need.digest is None or self._ledger.gpu.get(need.digest) is not None
 
     def _digest_of(self, adapter_id: str) -> Digest | None:
         known = self._ledger.catalog.get(adapter_id)
