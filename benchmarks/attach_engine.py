@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,21 +36,20 @@ class Adapters:
         shape: dict[str, Any] = {"rank": wanted.rank, "targets": ALL_LINEAR}
         shape["dtype"] = getattr(torch, layout.dtype)
         tensors, config = random_adapter(layout.base, **shape)
-        # All differ, and none takes the time of drawing it.
-        self.all = {
-            f"adapter-{number}": (
-                {name: tensor.roll(number, dims=0) for name, tensor in tensors.items()},
-                config,
-            )
-            for number in range(wanted.adapters)
-        }
-        self._files = {
-            name: {
+        self.all: dict[str, tuple[dict[str, Tensor], dict[str, object]]] = {}
+        self._files: dict[str, dict[str, bytes]] = {}
+
+        def make(number: int) -> None:
+            """All differ, and none takes the time of drawing it."""
+            rolled = {name: tensor.roll(number, dims=0) for name, tensor in tensors.items()}
+            self.all[f"adapter-{number}"] = rolled, config
+            self._files[f"adapter-{number}"] = {
                 "adapter_config.json": json.dumps(config).encode(),
-                "adapter_model.safetensors": save(tensors),
+                "adapter_model.safetensors": save(rolled),
             }
-            for name, (tensors, config) in self.all.items()
-        }
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(make, range(wanted.adapters)))
 
     def ids(self) -> Iterable[str]:
         return list(self.all)

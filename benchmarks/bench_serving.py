@@ -197,7 +197,9 @@ def workload(
     say(f"{kind.size} adapters come into CPU memory")
     loading_s = min(LOADING_S, bench.until - time.monotonic())
     ids = bring_up(bench.engine, kind.ids, Tier.HOST, loading_s)
-    say(f"{len(ids)} are there")
+    hops = bench.engine.cache.stats().load_seconds.items()
+    took = [f"{a.value} to {b.value} {h.sum / sum(h.counts):.3f} s" for (a, b), h in hops]
+    say(f"{len(ids)} are there; a load took at the mean: {', '.join(took)}")
     if len(ids) < plan[0][0]:
         return
     gate(bench.engine, ids, bench.vocab)
