@@ -241,12 +241,15 @@ class AdapterFiles:
                 self._downloads.bring(self._source, key, files, folder)
                 checkpoint = self._read(folder)
                 self._check(checkpoint, folder)
+                self._disk.seal(folder)
                 with self._disk.changing, ExitStack() as holding:
                     self._disk.publish(folder, checkpoint.digest, claim.nbytes)
                     claim.nbytes = 0
                     self._disk.note(key, checkpoint.digest, name_of(self._source))
                     holding.enter_context(self._disk.reading(checkpoint.digest))
-                    return self._given(key, checkpoint.digest, holding.pop_all()), nbytes
+                    given = self._given(key, checkpoint.digest, holding.pop_all())
+                self._disk.make_durable(checkpoint.digest)
+                return given, nbytes
         except (AdapterInvalid, AdapterUnsupported) as error:
             # The temporary folder would tell nobody anything.
             error.where = error.where.replace(f"{folder}/", "").replace(str(folder), "")

@@ -241,11 +241,13 @@ class Fetcher:
             spec, vector = pack(checkpoint, self._layout)
             path = folder / self._disk.packed_path(digest, self._layout.digest).name
             write_packed(path, self._layout, digest, spec, vector)
+            self._disk.seal(folder)
             with self._disk.changing:
                 self._disk.publish(folder, digest, claim.nbytes)
                 claim.nbytes = 0
                 self._disk.note(key, digest, name_of(source))
                 self._room.record(digest)
+            self._disk.make_durable(digest)
 
     def _make_free(self) -> bool:
         self._disk.say_once(f"{self._disk.root}: the device is full before disk_bytes are used")

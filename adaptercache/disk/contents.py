@@ -92,7 +92,7 @@ class Contents:
         return more
 
     def publish(self, folder: Path, digest: Digest) -> None:
-        """Make a flushed folder the content of ``digest``.
+        """Make a flushed folder the content of ``digest``. That is durable after `flush`.
 
         Where it is there already, its files are replaced, one by one: it is the same content, but
         one of them may have been found broken, or be new. Readers keep what they have open.
@@ -108,9 +108,13 @@ class Contents:
                 (target / SUMS).unlink(missing_ok=True)
             for name in sorted(names, key=lambda name: name == SUMS):
                 os.replace(folder / name, target / name)
-            flush(target)
             os.rmdir(folder)
         self.touch(digest, now=True)
+
+    def flush(self, digest: Digest) -> None:
+        """Have content outlast a loss of power."""
+        with suppress(FileNotFoundError):  # another process has just evicted it
+            flush(self.folder(digest))
         flush(self._root)
 
     def take_away(self, digest: Digest, to: Path, may_go: Callable[[Digest], bool]) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adaptercache.disk.budget import Budget
-from adaptercache.disk.contents import Contents, Entry, flush
+from adaptercache.disk.contents import Contents, Entry
 from adaptercache.disk.holds import Holds
 from adaptercache.disk.notes import Notes
 from adaptercache.disk.place import Place
@@ -43,7 +43,6 @@ class Shelf:
         self._num_bytes = num_bytes
 
     def publish(self, folder: Path, digest: Digest, claimed: int) -> None:
-        flush(folder)
         with self._budget.locked():
             self._budget.add(max(0, self._contents.growth(folder, digest)))
             self._contents.publish(folder, digest)

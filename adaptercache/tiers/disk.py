@@ -22,7 +22,7 @@ from threading import Lock
 
 from torch import Tensor
 
-from adaptercache.disk.contents import Contents
+from adaptercache.disk.contents import Contents, flush
 from adaptercache.disk.holds import Holds
 from adaptercache.disk.locks import claimed, hold
 from adaptercache.disk.notes import Notes
@@ -196,7 +196,7 @@ class DiskTier:
 
     def publish(self, folder: Path, digest: Digest, claimed: int = 0) -> None:
         """Make a finished folder the content of ``digest``, and hold that. Call with ``changing``
-        held.
+        held, between `seal` and `make_durable`: these wait for the device, and nobody else should.
 
         Where it is there already, its files are replaced, one by one: it is the same content, but
         one of them may have been found broken.
@@ -205,6 +205,21 @@ class DiskTier:
             claimed: bytes that were set aside for it, and are no longer.
         """
         self._shelf.publish(folder, digest, claimed)
+
+    def seal(self, folder: Path) -> None:
+        """A folder whose files are flushed has all that it will have: flush that, too.
+
+        Raises:
+            OSError: the disk can't be written.
+        """
+        flush(folder)
+
+    def make_durable(self, digest: Digest) -> None:
+        """Have what was published outlast a loss of power; if that fails, it is there till then."""
+        try:
+            self._contents.flush(digest)
+        except OSError as error:
+            self.say_once(f"{self.root}: what is new may not outlast a loss of power ({error})")
 
     # -- what goes
 

@@ -263,10 +263,12 @@ for file in ("adapter_config.json", "packed"):
         opened.write(file.encode() * 100)
         opened.flush()
         os.fsync(opened.fileno())
+tier.seal(folder)
 with tier.changing:
     tier.publish(folder, digest)
     tier.note(AdapterKey("a", "r"), digest)
     tier.delete(content_digest([("name", b"old")]))
+tier.make_durable(digest)
 os._exit(0)
 """
 
