@@ -203,7 +203,6 @@ class Leasing:
                     raise copy.error.copy_for(None)
             for copy in copies.values():
                 self._ledger.gpu.lease(copy)
-        self._deciding.tell()
         held = Held(
             segments,
             {copy.place.slot: copy.place.spec.max_rank for copy in copies.values()},
@@ -211,6 +210,7 @@ class Leasing:
             [copy.place.slot for copy in copies.values() if copy.state is State.LOADING],
         )
         try:
+            self._deciding.tell()  # of leases that yielded to a promise
             yield held
         finally:
             with self._deciding.freeing():
