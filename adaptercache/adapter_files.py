@@ -88,6 +88,7 @@ class AdapterFiles:
         if disk_bytes is not None and (type(disk_bytes) is not int or disk_bytes < 1):
             raise ValueError(f"disk_bytes is {disk_bytes!r:.80}: give bytes, 1 or more, or None")
         self._source, self._base = open_source(source), base
+        self._owns_source = self._source is not source
         self._options = options or ReadOptions()
         self._check, self._make_room = check, make_room
         self._wait_s, self._clock = wait_s, clock
@@ -164,7 +165,7 @@ class AdapterFiles:
         self._downloads.close()
         self._disk.close()
         close_source = getattr(self._source, "close", None)
-        if close_source is not None:
+        if close_source is not None and self._owns_source:
             close_source()
 
     # -- from the source, or the disk

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,8 @@ class Parts:
     closing: threading.Lock = field(default_factory=threading.Lock)
     resizing: threading.Lock = field(default_factory=threading.Lock)
     """Held while the GPU's memory is given back, or taken."""
+    asleep: set[str] = field(default_factory=set)
+    """Ids that were on the GPU when its memory was given back."""
 
     def close(self) -> None:
         """End running loads, fail whoever waits, and free all, in that order. Idempotent: goes on
@@ -149,9 +152,13 @@ def assemble(
         pinned=device.type == "cuda",
         allow_pageable=budgets.allow_pageable,
     )
-    disk = DiskTier(disk_dir, budgets.disk_bytes)
-    room = DiskRoom(disk, ledger, deciding.lock)
-    room.adopt()
+    with ExitStack() as undoing:
+        undoing.callback(host.close)
+        disk = DiskTier(disk_dir, budgets.disk_bytes)
+        undoing.callback(disk.close)
+        room = DiskRoom(disk, ledger, deciding.lock)
+        room.adopt()
+        undoing.pop_all()
     fetcher = Fetcher(remote, puts, disk, room, layout, read_options, clock)
     lifts = Lifts(ledger)
     movers = Movers(deciding.lock, THREADS, ended=deciding.go_on, tell=deciding.tell)

@@ -64,6 +64,7 @@ class AdapterCache:
     Raises:
         CapacityError: a budget that holds nothing, or that the machine doesn't have.
         NotADirectoryError, TypeError, ValueError: a source, a budget or a device that is none.
+        ModuleNotFoundError, OSError: ``s3://`` without boto3; a disk that can't be read.
         AdapterUnsupported: a KV layout that adapters can't share an arena with.
     """
 
@@ -89,7 +90,6 @@ class AdapterCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout, self._kv = layout, kv
-        self._asleep: frozenset[str] = frozenset()
         parts = assemble(
             layout,
             source,
@@ -114,7 +114,7 @@ class AdapterCache:
         """Ask for an adapter; None is the base model. Never blocks; see `Lease` for how to wait.
 
         Raises:
-            CacheClosed, TypeError: nothing else; what fails is raised by the lease.
+            CacheClosed, TypeError, RuntimeError: closed; no id; a fork or a rank that follows.
         """
         return self._leasing.acquire(adapter_id)
 
@@ -234,8 +234,9 @@ class AdapterCache:
 
         The source may bring it back; what was `put` is gone.
         """
-        self._parts.puts.remove(adapter_id)
         with self._deciding:
+            self._deciding.check_open()
+            self._parts.puts.remove(adapter_id)
             self._parts.lifter.remove(adapter_id)
 
     def resident(
@@ -271,14 +272,13 @@ class AdapterCache:
         Raises:
             AdapterCacheError: a lease is held, KV pages are allocated, or `restore` is under way.
         """
-        self._asleep |= fall_asleep(self._parts)
+        fall_asleep(self._parts)
 
     def restore(self) -> None:
         """Bring arena and adapters back, byte for byte, at new addresses; waits for them. CUDA
         graphs that read the old addresses must be captured again. Raises AdapterCacheError while
         `drop_gpu` is under way."""
-        wake_up(self._parts, self._asleep)
-        self._asleep = frozenset()
+        wake_up(self._parts)
 
     # -- the end
 

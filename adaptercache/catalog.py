@@ -152,7 +152,7 @@ class Failures:
         """Remember one more failure of ``adapter_id``."""
         before = self._failed.pop(adapter_id, None)
         times = before.times + 1 if before is not None else 1
-        wait = min(self._first_s * 2.0 ** (times - 1), self._longest_s)
+        wait = min(self._first_s * 2.0 ** min(times - 1, 64), self._longest_s)
         self._failed[adapter_id] = _Failure(error, times, now + wait)
         if len(self._failed) > self._capacity:
             self._failed.popitem(last=False)

@@ -8,16 +8,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from adaptercache.errors import LoadFailed
 from adaptercache.identity import Digest
 from adaptercache.ledger import Ledger
 from adaptercache.stats import Tier
 from adaptercache.tiers.disk import DiskTier
 
-__all__ = ["ROOM_WAIT_S", "Claim", "DiskRoom", "claimed"]
+__all__ = ["ROOM_WAIT_S", "Claim", "DiskRoom", "NoRoom", "claimed"]
 
 ROOM_WAIT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
+
+
+class NoRoom(Exception):
+    """All that is on the disk is held, and has been for as long as one waits. (Another try would
+    wait as long again.)"""
 
 
 class Claim:
@@ -44,13 +48,13 @@ def claimed(
 
     Raises:
         CapacityError: they can never fit.
-        LoadFailed: everything on the disk is held, and goes on being.
+        NoRoom: everything on the disk is held, and goes on being.
         OSError: the disk can't be written.
     """
     pause_s = FIRST_PAUSE_S
     while not set_aside(nbytes):
         if time.monotonic() > deadline:
-            raise LoadFailed("the disk tier is full of adapters that are being read")
+            raise NoRoom("the disk tier is full of adapters that are being read")
         make_room()
         time.sleep(random.uniform(0, pause_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -101,7 +105,7 @@ class DiskRoom:
 
         Raises:
             CapacityError: they can never fit.
-            LoadFailed: everything on the disk is being read, and goes on being.
+            NoRoom: everything on the disk is being read, and goes on being.
             OSError: the disk can't be written.
         """
         deadline = time.monotonic() + ROOM_WAIT_S

@@ -13,6 +13,7 @@ from cachetools import TTLCache
 
 from adaptercache.disk.contents import write_sums
 from adaptercache.disk.transfer import flush_file, mapped
+from adaptercache.disk_room import NoRoom
 from adaptercache.errors import AdapterNotFound, CacheClosed, LoadFailed
 from adaptercache.identity import AdapterKey
 from adaptercache.source_files import check_names, name_of, stream_of
@@ -131,6 +132,8 @@ def tried_again(act: Callable[[], T], make_free: Callable[[], bool]) -> T:
         is_last = attempt == TRIES - 1
         try:
             return act()
+        except NoRoom as error:
+            raise LoadFailed(str(error)) from None
         except LoadFailed:  # rewritten while we read it: the next revision may hold still
             if is_last:
                 raise

@@ -109,7 +109,7 @@ class Fairness:
         kv_pages = sum(claim.kv_pages for claim in claims)
         idle = sum(copy.size for copy in gpu.coldest() if copy.digest not in spared)
         room = min(gpu.pages.num_free - kv_pages, gpu.adapter_room(waiting.kv_pages)) + idle
-        missing = pages - room if pages else pages + kv_pages - gpu.pages.num_free - idle
+        missing = pages - room if pages else kv_pages - gpu.pages.num_free - idle
         needs_one = any(claim.digest == refused for claim in claims if claim.pages)
         in_use = sorted(
             (copy for copy in gpu if copy.leases and copy.digest not in spared),

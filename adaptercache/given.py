@@ -33,11 +33,13 @@ def requests_of(waiting: Iterable[Request]) -> list[Request]:
 
 
 def caps_of(caps: Caps | None, max_adapters: int | None) -> Caps:
-    """Raises TypeError if they are anything else."""
+    """Raises TypeError if they are anything else, ValueError if both say how many adapters."""
     if not isinstance(caps, (Caps, type(None))):
         raise TypeError(f"caps is {caps!r:.80}: give Caps, or None")
     if not isinstance(max_adapters, (int, type(None))):
         raise TypeError(f"max_adapters is {max_adapters!r:.80}: give an int, or None")
+    if caps is not None and None not in (caps.adapters, max_adapters):
+        raise ValueError(f"{max_adapters=} and caps.adapters={caps.adapters}: give one of them")
     if max_adapters is None:
         return caps or NO_CAPS
     return replace(caps or NO_CAPS, adapters=max_adapters)

@@ -92,7 +92,7 @@ class Lease:
         if grant is None:
             return None
         if grant.error is not None:
-            raise grant.error
+            raise grant.error.copy_for(grant.adapter_id)  # raised again it would only grow
         if grant.released:
             raise RuntimeError(f"the lease on {self.adapter_id!r} was released")
         if grant.key is None:

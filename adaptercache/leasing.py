@@ -192,7 +192,6 @@ class Leasing:
         pairs = all_of("pairs", pairs)
         with self._deciding.lock:
             self._deciding.check_open()
-            self._lifts.end_promise()
             try:
                 segments, copies = self._segments_of(pairs)
             except (TypeError, ValueError, AttributeError):
@@ -203,6 +202,7 @@ class Leasing:
                     raise copy.error.copy_for(None)
             for copy in copies.values():
                 self._ledger.gpu.lease(copy)
+            self._lifts.end_promise()
         held = Held(
             segments,
             {copy.place.slot: copy.place.spec.max_rank for copy in copies.values()},

@@ -174,11 +174,11 @@ class Ledger:
             return False
         if known.digest in self.waiting.draining or self._is_promised(grant.adapter_id, copy):
             return False
+        self.traffic.add(grant.adapter_id, grant.since)
         self.gpu.lease(copy)
         if self.catalog.is_old(known, self.clock):
             self.stale.add(grant.adapter_id)
         self.waiting.forget_hint(grant.adapter_id)
-        self.traffic.add(grant.adapter_id, grant.since)
         grant.digest = known.digest
         grant.slot = copy.place.slot
         grant.key = AdapterKey(grant.adapter_id, known.revision)  # last: it is ready from now on

@@ -40,7 +40,7 @@ def hint_bounds(units: int, unit_bytes: int) -> HintBounds:
 
 
 class Lifts:
-    """What moves up next. It is the `batch.State` that `plan` reads."""
+    """What moves up next. It is the `standing.State` that `plan` reads."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

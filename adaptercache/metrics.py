@@ -161,8 +161,8 @@ GAUGES = tuple(
         ("pages", ("state",), "Pages of the GPU's arena, by who has them."),
         ("slots", ("state",), "Slots for adapters on the GPU."),
         ("leases", (), "Holds on adapters on the GPU: leases, and batches being computed."),
-        ("in_flight_loads", (), "Jobs that a mover thread is on now."),
-        ("queue_depth", ("hop",), "Jobs that wait for a mover thread."),
+        ("in_flight_loads", (), "Loads that a mover thread is on now."),
+        ("queue_depth", ("hop",), "Loads that wait for a mover thread."),
     )
 )
 

@@ -31,7 +31,7 @@ TELLING = "a hook, or a handler of logging, failed"  # by what `tell` lets throu
 
 
 class Hop(Enum):
-    """One step up, and how many threads take it."""
+    """One step up."""
 
     FETCH = (Tier.REMOTE, Tier.DISK)
     READ = (Tier.DISK, Tier.HOST)
@@ -120,6 +120,10 @@ class Movers:
                 self._demands[hop].append(job)
                 self._wake[hop].notify()  # a thread may be idle: one is kept free of hints
         return job is not None
+
+    def has(self, hop: Hop, key: Hashable) -> bool:
+        """Whether a job of that name is queued or runs."""
+        return (hop, key) in self._jobs
 
     def has_hints(self, hop: Hop) -> bool:
         """Whether hints, perhaps, wait for a thread."""

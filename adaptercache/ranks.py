@@ -139,7 +139,7 @@ class Follower:
     def __init__(self, cache: AdapterCache, rank: int) -> None:
         self._cache, self._parts = cache, cache._parts
         self._rank = rank
-        self._number = 0
+        self._begun = self._number = 0
         self._wanted: dict[str, Digest | None] = {}
         self._held: set[Digest] = set()
         self._told: set[Digest] = set()  # to bring onto the GPU
@@ -163,8 +163,10 @@ class Follower:
         """
         with self._parts.deciding.lock:
             self._parts.deciding.check_open()
-        if orders.number != self._number + 1:
-            raise ValueError(f"orders {orders.number} after {self._number}: each once, in order")
+            number, before = orders.number, self._begun
+            if number != before + 1:
+                raise ValueError(f"orders {number} after {before}: each once, in order")
+            self._begun = number
         for act in orders.acts:
             if isinstance(act, Evict):
                 self._let_end(act.digest)

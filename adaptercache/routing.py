@@ -231,9 +231,10 @@ class AffinityRouter:
         before = self._copies.get(adapter_id, 1)
         limit = self._hot_share / len(self._loads)  # of all traffic, that a home may get of it
         share = self._rates.share(adapter_id)
-        if self._rates.count(adapter_id, now) < _ENOUGH:
+        is_known = self._rates.count(adapter_id, now) >= _ENOUGH
+        if before == 1 and not is_known:
             return before
-        if share > before * limit:
+        if is_known and share > before * limit:
             homes = ceil(share / limit * _AMPLE)
         else:
             homes = min(before, max(1, ceil(share / limit / self._calm)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from adaptercache.assembly import Parts
 from adaptercache.errors import AdapterCacheError, CacheClosed
+from adaptercache.lease import Lease
 from adaptercache.ledger import Ledger
+from adaptercache.movers import Hop
 from adaptercache.pages import Owner
 from adaptercache.snapshot import resident_ids
 from adaptercache.stats import Tier
@@ -18,16 +20,16 @@ __all__ = ["fall_asleep", "wake_up"]
 POLL_S = 0.001
 
 
-def fall_asleep(parts: Parts) -> frozenset[str]:
-    """Forget what is on the GPU and free the arena; returns the ids that were there.
+def fall_asleep(parts: Parts) -> None:
+    """Forget what is on the GPU, but for its ids, and free the arena.
 
     Waits for copies that are under way. Raises AdapterCacheError where something is held.
     """
     with _alone(parts):
         with parts.deciding:
             parts.deciding.check_open()
-            were_there = resident_ids(parts.ledger, Tier.GPU)
             _check_unused(parts.ledger)
+            parts.asleep.update(resident_ids(parts.ledger, Tier.GPU))  # an interrupt loses none
             parts.ledger.gpu_up = False
             is_clear = _clear(parts.ledger)
         while not is_clear:
@@ -35,7 +37,6 @@ def fall_asleep(parts: Parts) -> frozenset[str]:
             with parts.deciding:
                 is_clear = _clear(parts.ledger)
         parts.gpu.drop()
-    return were_there
 
 
 @contextmanager
@@ -66,14 +67,15 @@ def _clear(ledger: Ledger) -> bool:
     return len(ledger.gpu) == 0
 
 
-def wake_up(parts: Parts, adapter_ids: Iterable[str]) -> None:
-    """Allocate the arena again, and load these adapters as far as they are still known and find
-    room beside those that were asked for meanwhile. Waits for that."""
+def wake_up(parts: Parts) -> None:
+    """Allocate the arena again, and load what was there as far as it is still known and finds room
+    beside what was asked for meanwhile. Waits for that, and for nothing else."""
     with _alone(parts):
-        _wake_up(parts, adapter_ids)
+        _wake_up(parts)
+        parts.asleep.clear()
 
 
-def _wake_up(parts: Parts, adapter_ids: Iterable[str]) -> None:
+def _wake_up(parts: Parts) -> None:
     with parts.deciding.lock:
         parts.deciding.check_open()
     parts.gpu.restore()
@@ -82,14 +84,23 @@ def _wake_up(parts: Parts, adapter_ids: Iterable[str]) -> None:
             parts.gpu.drop()
             raise CacheClosed()
         parts.ledger.gpu_up = True
-        known = [adapter_id for adapter_id in adapter_ids if parts.ledger.catalog.get(adapter_id)]
+        known = [adapter_id for adapter_id in parts.asleep if parts.ledger.catalog.get(adapter_id)]
         if parts.ledger.gpu.follows:  # rank 0 brings them back
             known = []
     leases = [parts.leasing.acquire(adapter_id) for adapter_id in known]
-    while not all(lease.ready for lease in leases):
-        time.sleep(POLL_S)
-        with parts.deciding.lock:
-            if parts.movers.are_idle:  # what is not here by now waits for somebody's release
-                break
+    waiting = leases
+    while waiting:
+        with parts.deciding.lock:  # what doesn't move waits for somebody's release
+            waiting = [each for each in waiting if not each.ready and _is_moving(parts, each)]
+        time.sleep(POLL_S if waiting else 0)
     for lease in leases:
         lease.release()
+
+
+def _is_moving(parts: Parts, lease: Lease) -> bool:
+    adapter_id = lease.adapter_id
+    assert adapter_id is not None
+    known = parts.ledger.catalog.get(adapter_id)
+    if known is None or parts.ledger.lacks(adapter_id):
+        return parts.movers.has(Hop.FETCH, adapter_id) or parts.ledger.lacks(adapter_id)
+    return any(parts.movers.has(hop, known.digest) for hop in (Hop.READ, Hop.COPY))

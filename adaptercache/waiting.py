@@ -85,7 +85,7 @@ class WaitingList:
         """The most KV pages that one waiting request asks for."""
         self.kv_promised = 0
         """KV pages of requests that were just admitted and have not taken them yet. The promise
-        holds until the next decision or batch, and not for long (see `Leasing`)."""
+        holds until the next decision or batch, and not for long (see `Janitor`)."""
         self.refused: str | None = None
         """The adapter id that is first in line for room, and found none when last looked at."""
         self.bypasses: dict[str, int] = {}

@@ -4,8 +4,8 @@
     root/used               the count: bytes of all content, and of what downloads have set aside
     root/tmp/<cache>/claims what one running cache has set aside
 
-The count is never below the truth: it is raised before bytes appear, and lowered after they have
-gone. A process that dies in between leaves it too high, until somebody for whom there is no room
+The count is never below the truth of what is published: it is raised before bytes appear, and
+lowered after they have gone. A process that dies in between leaves it too high, until somebody for whom there is no room
 counts again.
 """
 
@@ -77,7 +77,9 @@ class Budget:
             self.add(nbytes)
         mine, total = self._own / CLAIMS, self._claimed + nbytes
         if total:
-            mine.write_text(str(total))
+            fresh = mine.with_suffix(".new")
+            fresh.write_text(str(total))
+            os.replace(fresh, mine)  # a full device leaves what was written before
         else:
             mine.unlink(missing_ok=True)
         self._claimed = total

@@ -28,7 +28,8 @@ class Place:
     """
 
     def __init__(self, root: str | os.PathLike[str] | None) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="adaptercache-") if root is None else root)
+        given = tempfile.mkdtemp(prefix="adaptercache-") if root is None else root
+        self.root = Path(given).absolute()  # wherever the process goes
         self._all = self.root / "tmp"
         self.own = self._all / uuid.uuid4().hex
         self._doomed = self.root if root is None else self.own

@@ -113,8 +113,7 @@ class Shelf:
         for entry in sorted(entries, key=lambda entry: entry.digest in self._holds):
             if freed >= nbytes:
                 break
-            if entry.digest in self._holds and may_evict(entry.digest):
-                self._holds.drop(entry.digest)
+            self._holds.drop(entry.digest)  # our own would keep us out, too
             to = self._place.fresh()
             size = self._contents.take_away(entry.digest, to, may_evict)
             if size is not None:

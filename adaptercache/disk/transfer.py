@@ -56,14 +56,35 @@ class Transfer:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _allocate(file, size)
-            step = max(SPAN_BYTES, -(-size // SPANS))
-            spans = [(at, min(at + step, size)) for at in range(0, size, step)]
-            if len(spans) > 1:
-                _all(self._writers.submit(_write_span, file, *s, stream, look) for s in spans)
-            elif spans:
-                _write_span(file, *spans[0], stream, look)
         finally:
             os.close(file)
+        step = max(SPAN_BYTES, -(-size // SPANS))
+        spans = [(at, min(at + step, size)) for at in range(0, size, step)]
+        if len(spans) < 2:
+            for span in spans:
+                _write_span(path, *span, stream, look)
+            return
+        given_up = threading.Event()
+
+        def look_also_here() -> None:
+            look()
+            if given_up.is_set():
+                raise LoadFailed("the download was given up")
+
+        writes: list[Future[None]] = []
+        try:
+            writes.extend(
+                self._writers.submit(_write_span, path, *span, stream, look_also_here)
+                for span in spans
+            )
+            wait(writes)
+            for write in writes:
+                write.result()
+        except BaseException:  # an interrupt doesn't wait for a source that hangs
+            given_up.set()
+            for write in writes:
+                write.cancel()
+            raise
 
     # -- to memory
 
@@ -83,11 +104,12 @@ class Transfer:
             mark = (info.st_ino, info.st_mtime_ns, info.st_size)
             with self._verifying:
                 read = _read if mark in self._verified else _read_and_sum
-            reads = [self._readers.submit(read, file, *piece) for piece in pieces]
+            reads: list[Future[int]] = []
             try:
+                reads.extend(self._readers.submit(read, file, *piece) for piece in pieces)
                 _tell(zip(reads, (len(into) for _, into in pieces), strict=True), arrived)
             finally:
-                wait(reads)  # whatever failed: they write into our caller's memory
+                _outlast(reads)  # whatever failed: they write into our caller's memory
             sums = [each.result() for each in reads]
         finally:
             os.close(file)
@@ -117,12 +139,17 @@ def _tell(reads: Iterable[tuple[Future[int], int]], arrived: Callable[[int], Non
         arrived(total)
 
 
-def _all(started: Iterator[Future[Any]]) -> list[Any]:
-    """The results of all; where one fails, only after all have ended: they write into our memory,
-    or into a file of ours."""
-    futures = list(started)
-    wait(futures)
-    return [future.result() for future in futures]
+def _outlast(futures: Iterable[Future[Any]]) -> None:
+    """Wait until all have ended, also when interrupted: the interrupt is raised after that."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            wait(futures)
+            break
+        except BaseException as caught:
+            interrupt = caught
+    if interrupt is not None:
+        raise interrupt
 
 
 def _allocate(file: int, size: int) -> None:
@@ -136,16 +163,22 @@ def _allocate(file: int, size: int) -> None:
             raise
 
 
-def _write_span(file: int, start: int, stop: int, stream: Stream, look: Callable[[], None]) -> None:
-    at = start
-    for piece in stream(start, stop):
-        look()
-        if at + len(piece) > stop:
-            break
-        at += _write(file, piece, at)
-    else:
-        if at == stop:
-            return
+def _write_span(
+    path: Path, start: int, stop: int, stream: Stream, look: Callable[[], None]
+) -> None:
+    # Opened here: whoever waits for this may be interrupted, and his file number be another's then.
+    at, file = start, os.open(path, os.O_WRONLY)
+    try:
+        for piece in stream(start, stop):
+            look()
+            if at + len(piece) > stop:
+                break
+            at += _write(file, piece, at)
+        else:
+            if at == stop:
+                return
+    finally:
+        os.close(file)
     raise LoadFailed(f"bytes {start} to {stop} of a file came as {at - start} bytes, or more")
 
 

@@ -20,17 +20,10 @@ from torch import Tensor, nn
 
 from adaptercache.errors import AdapterUnsupported
 from adaptercache.kernels import LoraBatch, add_lora
+from adaptercache.kernels.warm import SHARE_THEIR_INPUT
 from adaptercache.layout import LoraLayout, Site
 
 __all__ = ["Override", "Projection", "Running", "Step", "projections_of", "refuse_compiling"]
-
-# Modules of one parent that are given the same input, by the names of the families that have them.
-_SHARING = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkvz", "in_proj_ba"),
-)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -228,7 +221,7 @@ def projections_of(model: nn.Module, layout: LoraLayout, running: Running) -> li
     groups: dict[tuple[str, tuple[str, ...], int], list[Projection]] = {}
     for path, projection in found.items():
         parent, _, leaf = path.rpartition(".")
-        for names in _SHARING:
+        for names in SHARE_THEIR_INPUT:
             if leaf in names:
                 key = (parent, names, projection.site.in_features)
                 groups.setdefault(key, []).append(projection)

@@ -10,9 +10,15 @@ from adaptercache.kernels.stack import LoraStack
 from adaptercache.kernels.tuning import SGMV_RANKS, rows_alike
 from adaptercache.kernels.work import LONG, SMALL
 
-__all__ = ["warmup"]
+__all__ = ["SHARE_THEIR_INPUT", "warmup"]
 
-_SHARE_THEIR_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SHARE_THEIR_INPUT = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
+"""Modules of one parent that are given the same input, by the names that families give them."""
 
 
 def warmup(
@@ -26,8 +32,8 @@ def warmup(
 
     Args:
         stack: whose arena the kernels will read.
-        groups: the modules of each call of `add_lora`; None: q, k and v at once, gate and up at
-            once, and every other module by itself.
+        groups: the modules of each call of `add_lora`; None: those that share their input at once
+            (q, k and v; gate and up), and every other module by itself.
         num_rows: of the largest batch.
 
     Raises:
@@ -66,7 +72,7 @@ def warmup(
 
 def _default(stack: LoraStack) -> list[tuple[str, ...]]:
     modules = stack.layout.modules
-    groups = [tuple(m for m in group if m in modules) for group in _SHARE_THEIR_INPUT]
+    groups = [tuple(m for m in group if m in modules) for group in SHARE_THEIR_INPUT]
     grouped = {module for group in groups for module in group}
     return [g for g in groups if g] + [(m,) for m in modules if m not in grouped]
 

@@ -25,7 +25,6 @@ __all__ = ["CONFIG", "WEIGHTS", "DirectorySource", "Source", "TensorSource", "op
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# Refused by the reader by name, with the remedy; fetched so that it can say so.
 
 
 class Source(Protocol):
@@ -132,7 +131,7 @@ class DirectorySource:
 
     def ids(self) -> Iterable[str]:
         for folder, _, names in os.walk(self._root):
-            if CONFIG in names:
+            if CONFIG in names and folder != str(self._root):
                 yield Path(folder).relative_to(self._root).as_posix()
 
     def _folder(self, adapter_id: str) -> Path:
@@ -157,9 +156,12 @@ class DirectorySource:
 
     def _names(self, folder: Path, adapter_id: str) -> list[str]:
         if not (folder / CONFIG).is_file():
-            raise AdapterInvalid(
-                f"no {CONFIG}", where=str(folder), found=os.listdir(folder), adapter_id=adapter_id
-            )
+            with os.scandir(folder) as entries:
+                found = [each.name for each in entries if not each.is_dir(follow_symlinks=False)]
+            if not found:  # what is below has other ids, which are nobody's business here
+                raise AdapterNotFound(f"no {CONFIG} in {folder}", adapter_id=adapter_id)
+            what, where = f"no {CONFIG}", str(folder)
+            raise AdapterInvalid(what, where=where, found=found, adapter_id=adapter_id)
         weights = find_weights(lambda name: (folder / name).is_file(), str(folder))
         return [CONFIG, weights] if weights else [CONFIG]
 
