@@ -6,8 +6,8 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,8 +125,7 @@ def assemble(
     clock: Callable[[], float],
 ) -> Parts:
     """Build the tables, take the memory, and start the threads."""
-    if not isinstance(layout, LoraLayout):
-        raise TypeError(f"layout is a {type(layout).__name__}: make it with LoraLayout.from_config")
+    _check_layout(layout)
     _check(budgets)
     _check_device(device)
     _check_others(kv, read_options, disk_dir)
@@ -152,13 +151,10 @@ def assemble(
         pinned=device.type == "cuda",
         allow_pageable=budgets.allow_pageable,
     )
-    with ExitStack() as undoing:
-        undoing.callback(host.close)
+    with _ended_if_it_fails(host.close):
         disk = DiskTier(disk_dir, budgets.disk_bytes)
-        undoing.callback(disk.close)
         room = DiskRoom(disk, ledger, deciding.lock)
         room.adopt()
-        undoing.pop_all()
     fetcher = Fetcher(remote, puts, disk, room, layout, read_options, clock)
     lifts = Lifts(ledger)
     movers = Movers(deciding.lock, THREADS, ended=deciding.go_on, tell=deciding.tell)
@@ -175,6 +171,19 @@ def assemble(
     return Parts(
         ledger, deciding, disk, host, gpu, puts, lifts, movers, lifter, leasing, pages, ends
     )
+
+
+@contextmanager
+def _ended_if_it_fails(end: Callable[[], None]) -> Iterator[None]:
+    with ExitStack() as ending:
+        ending.callback(end)
+        yield
+        ending.pop_all()
+
+
+def _check_layout(layout: object) -> None:
+    if not isinstance(layout, LoraLayout):
+        raise TypeError(f"layout is a {type(layout).__name__}: make it with LoraLayout.from_config")
 
 
 def _check_device(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from adaptercache.caps import CAP_REASONS, NO_CAPS, Caps, Roster
 from adaptercache.decision import Decision, Kept
@@ -26,6 +27,7 @@ LINES = {
     "tokens": frozenset({"max_tokens"}),
 }
 """What makes up each line of those that wait. Who waits for a load is passed by all."""
+MANY_AHEAD = 256  # adapters: those behind aren't loaded yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +149,19 @@ class _Admissions:
         """It was passed too often: whoever comes behind it leaves it all that it needs, whatever it
         waits for just now. One at a time, and none whose adapter is still far away."""
         need = self._state.need_of(request.adapter_id) if self.kept is None else None
-        if need is None:
+        if need is None or self._never_fits(request, need.digest):
             return
-        ahead = tuple(each for each in self.cold if each != request.adapter_id)
+        ahead = tuple(islice((key for key in self.cold if key != request.adapter_id), MANY_AHEAD))
         self.kept = Kept(request, need, ahead)
         self.room.keep(request.num_tokens, request.kv_pages, need.pages)
         if need.digest is not None:
             self._roster.keep(need.digest)
+
+    def _never_fits(self, request: Request, digest: Digest | None) -> bool:
+        """Whether it fails once its adapter is up: nothing is kept for it."""
+        if self.room.never_fits(request.num_tokens, request.kv_pages) is not None:
+            return True
+        return digest is not None and self._roster.never_fits(digest) is not None
 
     def _is_coming(self, adapter_id: str | None) -> bool:
         standing = self._standings.get(adapter_id) if adapter_id is not None else None
@@ -202,6 +210,10 @@ class _Admissions:
             # What its load adds to such caps is known once it has begun: in the next step.
             self._defer(request, "loading")
             return
+        is_kept_for = self.kept is not None and request == self.kept.request
+        if self.kept is not None and not is_kept_for and self.room.is_overdrawn:
+            self._defer(request, "loading")  # admitted, its pages could not be had back
+            return
         reason = self._roster.refuses(digest)
         if reason is None and self.kept is not None and request == self.kept.request:
             pages = self.kept.need.pages
@@ -212,7 +224,7 @@ class _Admissions:
             self._defer(request, reason)
             return
         self._admit(request, digest)
-        if self.kept is not None and request == self.kept.request:
+        if is_kept_for:
             self.kept = None
 
     def _admit(self, request: Request, digest: Digest | None) -> None:

@@ -104,7 +104,7 @@ class Roster:
         """The cap for which this adapter's request has to wait; None: it may join."""
         caps = self._caps
         if digest in self._members:
-            return "max_adapters" if digest in self._leaving else None
+            return self._tightest if digest in self._leaving else None
         is_another = self._kept is not None and digest != self._kept
         if caps.adapters is not None and len(self._members) + is_another >= caps.adapters:
             return "max_adapters"
@@ -118,8 +118,19 @@ class Roster:
                 return "max_pages"
         return None
 
+    @property
+    def _tightest(self) -> str:
+        """The cap for which members have to leave."""
+        if self._caps.adapters is not None:
+            return "max_adapters"
+        return "max_rank_sum" if self._caps.rank_sum is not None else "max_pages"
+
     def never_fits(self, digest: Digest) -> tuple[str, int, int] | None:
         """The cap that this adapter is over by itself: its unit, what is needed, the limit."""
+        if self._caps.adapters == 0:
+            return "adapters", 1, 0
+        if not self.measures:
+            return None
         rank, pages = self._footprint(digest)
         if self._caps.rank_sum is not None and rank > self._caps.rank_sum:
             return "ranks", rank, self._caps.rank_sum

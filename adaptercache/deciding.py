@@ -57,6 +57,15 @@ class Deciding:
         self.tell()
 
     @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Hold the lock; what was put on the outbox is told afterwards, whatever is raised."""
+        try:
+            with self.lock:
+                yield
+        finally:
+            self.tell()
+
+    @contextmanager
     def freeing(self) -> Iterator[None]:
         """Hold the lock; then, if a pending lease waits for room, see whether it has come."""
         with self.lock:

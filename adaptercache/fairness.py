@@ -79,11 +79,14 @@ class Fairness:
 
     def stop(self) -> None:
         """Whoever met an adapter that was drained may have it now."""
-        ledger, waiting = self._ledger, self._ledger.waiting
+        waiting = self._ledger.waiting
         drained, waiting.draining, waiting.drained_for = waiting.draining, set(), ()
-        for digest in drained:
-            for adapter_id in ledger.catalog.ids_of(digest):
-                ledger.settle(adapter_id)
+        self._settle(drained)
+
+    def _settle(self, digests: Collection[Digest]) -> None:
+        for digest in digests:
+            for adapter_id in self._ledger.catalog.ids_of(digest):
+                self._ledger.settle(adapter_id)
 
     def _claim_of_request(self) -> dict[str, _Claim]:
         """That of the request for which things are kept, by its adapter's id if it has one."""
@@ -97,29 +100,44 @@ class Fairness:
         return {request.adapter_id or request.request_id: claim}
 
     def _drain(self, claims: Collection[_Claim], refused: Digest | None) -> None:
-        """None that somebody ahead waits for: it would neither be leased nor make room."""
+        """As many as are missing now, and none that somebody ahead waits for: it would neither be
+        leased nor make room."""
         gpu, waiting = self._ledger.gpu, self._ledger.waiting
         ahead = {self._digest_of(adapter_id) for claim in claims for adapter_id in claim.ahead}
         spared = ahead | {claim.digest for claim in claims}
-        if not waiting.draining.isdisjoint(spared):
-            whose = waiting.drained_for
-            self.stop()
-            waiting.drained_for = whose
-        pages = sum(claim.pages for claim in claims)
-        kv_pages = sum(claim.kv_pages for claim in claims)
-        idle = sum(copy.size for copy in gpu.coldest() if copy.digest not in spared)
-        room = min(gpu.pages.num_free - kv_pages, gpu.adapter_room(waiting.kv_pages)) + idle
-        missing = pages - room if pages else kv_pages - gpu.pages.num_free - idle
+        missing = self._missing(claims, spared)
         needs_one = any(claim.digest == refused for claim in claims if claim.pages)
-        in_use = sorted(
-            (copy for copy in gpu if copy.leases and copy.digest not in spared),
+        candidates = sorted(
+            (copy for copy in gpu if copy.digest not in spared),
             key=lambda copy: (copy.digest not in waiting.draining, copy.leases),
         )
-        for copy in in_use:  # those that are drained already come first
-            if missing <= 0 and not needs_one:
-                break
-            waiting.draining.add(copy.digest)
-            missing, needs_one = missing - copy.size, False
+        chosen: set[Digest] = set()
+        for copy in candidates:  # those that are drained already first: idle ones are to stay that
+            is_drained = copy.digest in waiting.draining
+            if (missing > 0 or needs_one) and (copy.leases or is_drained):
+                chosen.add(copy.digest)
+                missing -= copy.size
+                needs_one = needs_one and not copy.leases
+        let_go, waiting.draining = waiting.draining - chosen, chosen
+        self._settle(let_go)
+
+    def _missing(self, claims: Collection[_Claim], spared: Collection[Digest | None]) -> int:
+        """Pages that adapters have to give up: beside what is free and what is idle, but for what
+        is idle because it is drained; and beside what KV has to give back anyway."""
+        gpu, waiting = self._ledger.gpu, self._ledger.waiting
+        pages = sum(claim.pages for claim in claims)
+        kv_pages = sum(claim.kv_pages for claim in claims)
+        kv = gpu.kv_room()
+        from_kv = max(0, kv_pages - max(0, kv.limit - kv.used))
+        idle = sum(
+            copy.size
+            for copy in gpu.coldest()
+            if copy.digest not in spared and copy.digest not in waiting.draining
+        )
+        missing = pages + kv_pages - from_kv - gpu.pages.num_free - idle
+        if pages:
+            missing = max(missing, pages - gpu.adapter_room(waiting.kv_pages) - idle)
+        return missing
 
     def _is_up(self, need: Need) -> bool:
         return need.digest is None or self._ledger.gpu.get(need.digest) is not None

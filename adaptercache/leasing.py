@@ -108,7 +108,7 @@ class Leasing:
             raise no_pair("running", pairs, (Request, Lease), "(Request, Lease)") from None
         digests = [grant.digest for grant in grants if grant is not None]
         line = self._ledger.waiting
-        with self._deciding.lock:
+        with self._deciding.telling():
             self._deciding.check_open()
             self._ledger.gpu.check_leads()
             if line.turns.overdue:
@@ -136,7 +136,6 @@ class Leasing:
                 self._lifter.advance()
             else:
                 self._lifter.lift_to_host()
-        self._deciding.tell()
         return Admission(
             admitted,
             list(decision.deferred),
@@ -169,7 +168,9 @@ class Leasing:
             ledger.clock(),
             ledger.found_in,
         )
-        ledger.waiting.turns.note(decision.first, decision.reasons.keys(), bool(decision.admitted))
+        kept = decision.kept.request.request_id if decision.kept is not None else None
+        others = bool(decision.admitted)
+        ledger.waiting.turns.note(decision.first, decision.reasons.keys(), others, kept)
         ledger.waiting.kept = decision.kept
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in decision.admitted)
         self._janitor.has_promised()

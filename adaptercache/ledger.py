@@ -293,6 +293,7 @@ class Ledger:
         residency.drop(copy)
         if tier is Tier.GPU:
             self.host.shield(digest, False)
+            self.waiting.draining.discard(digest)
         self.counters.evictions[tier, reason] += 1
         self.counters.prefetch_wasted += copy.prefetched
         if self.on_evict is not None:

@@ -88,7 +88,8 @@ class Lifts:
             return None
         if self._ledger.gpu.get(known.digest) is not None:
             return Need(known.digest, self.idle_pages(known.digest))
-        if not self._can_go_up(known.digest):
+        host = self._ledger.host  # whether all ranks have it changes with each report
+        if host.resident(known.digest) is None and not host.is_coming(known.digest):
             return None
         return Need(known.digest, self._ledger.gpu.shape.pages_for(known.elements))
 

@@ -73,6 +73,7 @@ class Lifter:
             loads = self._lifts.number(placement)
             self._lifts.apply(Decision(evictions=placement.evictions, loads=loads))
             self.hops.copy(loads)
+        self._lifts.end_promise(0)  # there may be room for hits that yielded
         self._lifts.fairness.look(placement.no_room[0] if placement.no_room else None)
 
     def lift_to_host(self) -> None:

@@ -59,6 +59,11 @@ class StepRoom:
         if self._tokens_left is not None:
             self._tokens_left -= num_tokens
 
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether there are fewer pages than are kept and held back."""
+        return self._kv_left < 0
+
     def refuses_kept(self, num_tokens: int, kv_pages: int, adapter_pages: int) -> str | None:
         """The same as `refuses`, for whom these were kept."""
         self.keep(-num_tokens, -kv_pages, -adapter_pages)

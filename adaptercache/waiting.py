@@ -110,7 +110,7 @@ class WaitingList:
     def needs_room(self) -> bool:
         """Whether room that is freed now would serve a pending lease. (Waiting requests are looked
         at in the next `admit`.)"""
-        return bool(self.draining) or (self.starved and bool(self._grants))
+        return bool(self.draining or self.yielding) or (self.starved and bool(self._grants))
 
     def passed_by(self) -> None:
         """Somebody else was served."""

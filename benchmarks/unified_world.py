@@ -217,7 +217,8 @@ class Serving:
             ledger.found_in,
         )
         ledger.waiting.kv_promised = sum(request.kv_pages for request, _ in admitted)
-        ledger.waiting.turns.note(decision.first, decision.reasons.keys(), bool(admitted))
+        whose = decision.kept.request.request_id if decision.kept is not None else None
+        ledger.waiting.turns.note(decision.first, decision.reasons.keys(), bool(admitted), whose)
         if admitted:
             ledger.waiting.passed_by()
         ledger.waiting.kept = decision.kept

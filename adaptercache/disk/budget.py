@@ -5,8 +5,8 @@
     root/tmp/<cache>/claims what one running cache has set aside
 
 The count is never below the truth of what is published: it is raised before bytes appear, and
-lowered after they have gone. A process that dies in between leaves it too high, until somebody for whom there is no room
-counts again.
+lowered after they have gone. A process that dies in between leaves it too high, until somebody for
+whom there is no room counts again.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -303,3 +304,122 @@ def test_a_copy_that_always_fails_on_one_rank_fails_its_request_and_blocks_nobod
 def without_failures(report: Callable[[], Report]) -> Report:
     """One in whose CPU memory it stays, so that it doesn't say it can't be loaded."""
     return replace(report(), failed={})
+
+
+def always_first(
+    cache: AdapterCache, first: Request, running: list[tuple[Request, Lease]], times: int
+) -> Admission:
+    """It waits, and others are admitted past it so often."""
+    for number in range(times):
+        admission = cache.admit([first, Request(f"base{number}")], running=running)
+    return admission
+
+
+def test_an_adapter_that_is_not_on_the_gpu_any_more_is_not_drained(tiny: Any) -> None:
+    """Loaded again for a pipelined request, it couldn't be leased: `admit` failed half-way."""
+    with tiny.cache(tiny.source("d", "e"), pages=32, gpu_slots=1) as cache:
+        cache.prefetch(["e"], to=Tier.HOST)
+        tiny.load(cache, "d")
+        lease = cache.acquire("d").result(5)
+        kv = cache.pages.allocate(10)
+        assert kv is not None
+        first = Request("first", None, kv_pages=15)
+        always_first(cache, first, [(Request("run", "d"), lease)], MAX_BYPASSES + 3)
+        lease.release()
+        cache.acquire("e").result(5).release()
+        assert cache._ledger.waiting.draining <= {copy.digest for copy in cache._ledger.gpu}
+        for _ in range(3):
+            admission = cache.admit([first, Request("next", "d", pipelined=True)])
+            for _, each in admission.admitted:
+                each.release()
+            assert tiny.wait_until(lambda: tiny.idle(cache))
+        cache.pages.free(kv)
+
+
+def test_once_there_is_room_nothing_is_drained(tiny: Any) -> None:
+    source = tiny.source("d", "h")
+    source.put("x", *tiny.tensors(9, targets=MODULES))
+    with tiny.cache(source, pages=127, gpu_slots=6) as cache:
+        cache.prefetch(["x"], to=Tier.HOST)
+        tiny.load(cache, "d", "h")
+        held = [cache.acquire(name).result(5) for name in "dh"]
+        kv = cache.pages.allocate(110)
+        assert kv is not None
+        running = [(Request(f"run{n}", lease.adapter_id), lease) for n, lease in enumerate(held)]
+        always_first(cache, Request("first", "x"), running, MAX_BYPASSES + 3)
+        assert cache._ledger.waiting.draining
+        cache.pages.free(kv)
+        assert tiny.wait_until(lambda: tiny.idle(cache))
+        assert not cache._ledger.waiting.draining
+        with cache.acquire("d") as lease:
+            assert lease.ready
+        for lease in held:
+            lease.release()
+
+
+def test_no_adapter_is_drained_for_what_only_kv_can_give_back(tiny: Any) -> None:
+    with tiny.cache(tiny.source("d"), pages=32) as cache:  # KV may have 15, and has them
+        tiny.load(cache, "d")
+        lease, kv = cache.acquire("d").result(5), cache.pages.allocate(15)
+        assert kv is not None
+        running = [(Request("run", "d"), lease)]
+        always_first(cache, Request("first", None, kv_pages=14), running, MAX_BYPASSES + 3)
+        assert not cache._ledger.waiting.draining
+        lease.release()
+        cache.pages.free(kv)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9])
+def test_what_waits_for_something_else_keeps_tokens_half_the_time_at_most(
+    tiny: Any, num_tokens: int
+) -> None:
+    """It waits for a slot that one long request holds. 9 tokens will never fit."""
+    with tiny.cache(tiny.source("long", "rare"), gpu_slots=1, pages=32) as cache:
+        cache.prefetch(["rare"], to=Tier.HOST)
+        tiny.load(cache, "long")
+        lease = cache.acquire("long").result(5)
+        stack = Stack(tiny, cache, Caps(tokens=8))
+        admitted = 0
+        for step in range(6 * MAX_BYPASSES):
+            bases = [each for each in stack.waiting if each.request_id != "rare"]
+            rare = Request("rare", "rare", num_tokens=num_tokens)
+            stack.waiting = [rare, *bases, Request(f"base{step}")][:10]
+            admitted += len(stack.step(lambda: 1).admitted)
+        stack.end()
+        assert admitted >= (2.5 if num_tokens == 8 else 6) * MAX_BYPASSES - FEW
+        lease.release()
+
+
+def test_a_hit_that_yielded_is_served_as_soon_as_there_is_room(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitor, "PROMISE_S", 60.0)
+    hot = [f"hot{n}" for n in range(7)]
+    with tiny.cache(tiny.source(*hot), gpu_slots=8, pages=32) as cache:
+        tiny.load(cache, *hot)
+        assert cache.admit([Request("big", None, kv_pages=10)]).admitted
+        leases = [cache.acquire(name) for name in hot]
+        waiting = [lease for lease in leases if not lease.ready]
+        assert waiting
+        for lease in leases:
+            if lease not in waiting:
+                lease.release()
+        assert all(tiny.wait_until(lambda lease=lease: lease.ready, 5) for lease in waiting)
+        for lease in waiting:
+            lease.release()
+
+
+def test_a_lease_that_is_served_in_a_call_that_fails_is_told(tiny: Any) -> None:
+    with tiny.cache(tiny.source("hot", "rare"), gpu_slots=1) as cache:
+        cache.prefetch(["rare"], to=Tier.HOST)
+        held = cache.acquire("hot").result(5)
+        always_first(cache, Request("rare", "rare"), [], MAX_BYPASSES + 3)
+        late = cache.acquire("hot")
+        assert not late.ready, "it is drained"
+        told = threading.Event()
+        threading.Thread(target=lambda: (late.result(10), told.set())).start()
+        with pytest.raises(ValueError, match="two requests"):
+            cache.admit([Request("x"), Request("x")])
+        assert told.wait(5)
+        held.release()
+        late.release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from adaptercache import Request
 from adaptercache.turns import MAX_BYPASSES, Turns
 
@@ -60,3 +62,17 @@ def test_one_ahead_takes_over_and_what_was_counted_stays() -> None:
     assert not turns.overdue
     turns.note({"room": TWO}, ALL - {"r1"}, True)
     assert turns.overdue == {"r2": TWO}
+
+
+def test_a_turn_lasts_as_long_as_it_took_to_come_and_the_next_one_twice_that() -> None:
+    """What it needs is kept for it, in vain: others have half the time."""
+    turns, kept = Turns(), list[bool]()
+    for _ in range(10 * MAX_BYPASSES):
+        is_its_turn = "r1" in turns.overdue
+        kept.append(is_its_turn)
+        turns.note({"room": ONE}, ALL, True, "r1" if is_its_turn else None)
+    changes = [n for n, (a, b) in enumerate(pairwise(kept), 1) if a != b]
+    assert changes == [step * MAX_BYPASSES for step in (1, 2, 3, 5, 7)]
+    turns.note({}, {"r2"}, True, None)
+    turns.note({"room": ONE}, ALL, True, None)
+    assert not turns.overdue, "who comes anew begins anew"
